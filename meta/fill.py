@@ -1,9 +1,7 @@
 """Both ops write their buffers and return nothing."""
 
 
-def fill_prefill_pages(
-    regions, table, owners, indptr, pages, block_size, query, contiguous_query, page_stride, start, num_pages
-):
+def fill_prefill_pages(regions, table, owners, indptr, pages, block_size, query, contiguous_query, page_stride, start, num_pages):
     return None
 
 

@@ -2,9 +2,7 @@
 
 if __name__ != "sparse_prefill":
     # From the source tree `import ops` would find this folder too, and define every op a second time.
-    raise ImportError(
-        f"this package was imported as {__name__!r}, must be imported as 'sparse_prefill': install it first"
-    )
+    raise ImportError(f"this package was imported as {__name__!r}, must be imported as 'sparse_prefill': install it first")
 
 from .indexer.chunks import (
     FP4PrefillMetadata,

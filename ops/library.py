@@ -122,14 +122,10 @@ def _kernel(op: Op, package: str) -> Callable:
     """The function registered for one dispatch key: check, refuse aliases, run."""
     check = getattr(validation, op.name)
     schema = torch._C.parse_schema(op.schema)
-    is_tensor = [
-        argument.type.isSubtypeOf(torch._C.OptionalType(torch._C.TensorType.get())) for argument in schema.arguments
-    ]
+    is_tensor = [argument.type.isSubtypeOf(torch._C.OptionalType(torch._C.TensorType.get())) for argument in schema.arguments]
     mutated = [i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write]
     # Each unordered pair of a mutated tensor and any other tensor.
-    pairs = [
-        (i, j) for i in mutated for j, ok in enumerate(is_tensor) if ok and j != i and not (j in mutated and j < i)
-    ]
+    pairs = [(i, j) for i in mutated for j, ok in enumerate(is_tensor) if ok and j != i and not (j in mutated and j < i)]
     names = [argument.name for argument in schema.arguments]
     implementation: Callable | None = None
 

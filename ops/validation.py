@@ -77,9 +77,7 @@ def _tensor(op, name, tensor, dtypes, dims, device=None):
 
 def _size(op, name, tensor, dim, size, why):
     have = tensor.shape[dim]
-    _require(
-        have == size, lambda: f"{op}: {name} was {shape_text(tensor)}, must have size {size} in dimension {dim} ({why})"
-    )
+    _require(have == size, lambda: f"{op}: {name} was {shape_text(tensor)}, must have size {size} in dimension {dim} ({why})")
 
 
 def _at_least(op, name, tensor, size, why):
@@ -118,8 +116,7 @@ def _kv_cache(op, name, cache, dtypes, device=None):
     _require(
         heads == 1,
         lambda: (
-            f"{op}: {name} was {shape_text(cache)}, must be one KV group [blocks, 1, tokens, 2*dim]: slice it"
-            " as cache[:, g:g+1]"
+            f"{op}: {name} was {shape_text(cache)}, must be one KV group [blocks, 1, tokens, 2*dim]: slice it as cache[:, g:g+1]"
         ),
     )
     _require(
@@ -188,9 +185,7 @@ def refuse_overlap(op, name, tensor, mutated_name, mutated):
     (first, last), (begin, end) = _span(tensor), _span(mutated)
     if last <= begin or end <= first or _rows_apart(tensor, mutated):
         return
-    raise ValueError(
-        f"{op}: {name} was a tensor that overlaps {mutated_name}, must not share memory with what is written"
-    )
+    raise ValueError(f"{op}: {name} was a tensor that overlaps {mutated_name}, must not share memory with what is written")
 
 
 def refuse_internal_overlap(op, name, tensor):
@@ -331,9 +326,7 @@ def score_keys(q, q_scale, payload, scales, weights, ks, ke, weight_scale, preci
     _size(op, "scales", scales, 0, payload.shape[0], "as many pages as payload")
     for name, tensor in (("payload", payload), ("scales", scales)):
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} had strides {tuple(tensor.stride())}, must be contiguous, as stage_keys returns it"
-            )
+            raise ValueError(f"{op}: {name} had strides {tuple(tensor.stride())}, must be contiguous, as stage_keys returns it")
     _windows(op, ks, ke, q.shape[0], q.device)
     is_number(op, "weight_scale", weight_scale)
     one_of(op, "precision", precision, PRECISIONS)
@@ -423,9 +416,7 @@ def fixup_positions(positions, indptr, last_page_len, region_count):
     _size(op, "indptr", indptr, 0, last_page_len.shape[0] + 1, "one more than last_page_len")
 
 
-def fill_prefill_pages(
-    regions, table, owners, indptr, pages, block_size, query, contiguous_query, page_stride, start, num_pages
-):
+def fill_prefill_pages(regions, table, owners, indptr, pages, block_size, query, contiguous_query, page_stride, start, num_pages):
     op = "fill_prefill_pages"
     _tensor(op, "regions", regions, _INT32, 2)
     device, rows = regions.device, regions.shape[0]
@@ -486,9 +477,7 @@ def paged_attention(query, cache, pages, indptr, last_page_len, owners, out, sca
     for dim in (1, 2):
         _size(op, "out", out, dim, query.shape[dim], "as in query")
     width, dim = cache.shape[3], query.shape[2]
-    _require(
-        width == 2 * dim, lambda: f"{op}: cache was {shape_text(cache)}, must have last dimension 2*dim = {2 * dim}"
-    )
+    _require(width == 2 * dim, lambda: f"{op}: cache was {shape_text(cache)}, must have last dimension 2*dim = {2 * dim}")
     _unit_stride(op, "query", query)
     _unit_stride(op, "out", out)
     for name, tensor, least, why in (
@@ -525,9 +514,7 @@ def chunk(op, name, value):
     for attribute in attributes:
         is_int(op, f"{name}.{attribute}", getattr(value, attribute), 0)
     if value.token_end < value.token_start:
-        raise ValueError(
-            f"{op}: {name}.token_end was {value.token_end}, must be at least token_start = {value.token_start}"
-        )
+        raise ValueError(f"{op}: {name}.token_end was {value.token_end}, must be at least token_start = {value.token_start}")
     for attribute in tensors:
         is_tensor(op, f"{name}.{attribute}", getattr(value, attribute))
     device = value.block_table.device
@@ -552,9 +539,7 @@ def plan_ranks(op, plans, world, interleave):
     if plans.world != world:
         raise ValueError(f"{op}: world was {world}, must be {plans.world}, for which the metadata was prepared")
     if plans.interleave != interleave:
-        raise ValueError(
-            f"{op}: interleave was {interleave}, must be {plans.interleave}, for which the metadata was prepared"
-        )
+        raise ValueError(f"{op}: interleave was {interleave}, must be {plans.interleave}, for which the metadata was prepared")
 
 
 def plan_tables(op, rows, sets, chunks, tiles, block_tables, cu_seq_lens, token_to_seq, ks):
@@ -583,9 +568,7 @@ def plan_tables(op, rows, sets, chunks, tiles, block_tables, cu_seq_lens, token_
         ok = bool((index >= 0).all()) and bool((index < chunks.shape[0]).all())
         ok = ok and bool((first >= 0).all()) and bool((count >= 0).all()) and bool((step >= 1).all())
         if not ok or bool((first + (count - 1) * step >= (token_end - token_start)[index]).any()):
-            raise ValueError(
-                f"{op}: tiles named rows outside their chunk, must be as prepare_prefill_metadata made them"
-            )
+            raise ValueError(f"{op}: tiles named rows outside their chunk, must be as prepare_prefill_metadata made them")
 
 
 def kv_cache(op, cache):

@@ -3,9 +3,7 @@
 import torch
 
 
-def fill_prefill_pages(
-    regions, table, owners, indptr, pages, block_size, query, contiguous_query, page_stride, start, num_pages
-):
+def fill_prefill_pages(regions, table, owners, indptr, pages, block_size, query, contiguous_query, page_stride, start, num_pages):
     rows, region_count = regions.shape
     contiguous_query[start : start + rows] = query
     if rows == 0 or region_count == 0 or table.numel() == 0:

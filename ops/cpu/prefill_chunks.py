@@ -30,9 +30,7 @@ def prefill_chunks(
     keep_last,
     precision,
 ):
-    validation.plan_tables(
-        "prefill_chunks", out.shape[0], sets, chunks, tiles, block_tables, cu_seq_lens, token_to_seq, ks
-    )
+    validation.plan_tables("prefill_chunks", out.shape[0], sets, chunks, tiles, block_tables, cu_seq_lens, token_to_seq, ks)
     k = out.shape[1]
     set_rows, chunk_rows = sets.tolist(), chunks.tolist()
     staged, keys = -1, None
@@ -57,9 +55,7 @@ def prefill_chunks(
             begin, end = bounds
             logits = torch.empty((high.shape[0], end - begin), device=q.device)
             scale = None if q_scale is None else q_scale[rows]
-            scoring.score_rows(
-                q[rows], scale, keys, scoring.scaled_weights(weights[rows], weight_scale), begin, end, logits
-            )
+            scoring.score_rows(q[rows], scale, keys, scoring.scaled_weights(weights[rows], weight_scale), begin, end, logits)
             out[rows] = select_window(logits, low, high, k, keep_first, keep_last, begin)
 
 

@@ -150,9 +150,7 @@ def host_lengths(op: str, name: str, values) -> np.ndarray:
     """Non-negative host ints as an int64 array."""
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
-            raise ValueError(
-                f"{op}: {name} was on {values.device}, must be on the host: reading it would stall the device"
-            )
+            raise ValueError(f"{op}: {name} was on {values.device}, must be on the host: reading it would stall the device")
         values = values.tolist()
     try:
         values = list(values)
@@ -275,9 +273,7 @@ def build_prefill_chunks(
     return chunks
 
 
-def _request_set(
-    block_table, queries, lengths, keys, compress_ratio, own_region, world, rank, interleave
-) -> PrefillChunk:
+def _request_set(block_table, queries, lengths, keys, compress_ratio, own_region, world, rank, interleave) -> PrefillChunk:
     """One chunk of all rows of a request set."""
 
     def tensor(array):

@@ -9,9 +9,7 @@ def split_queries(op: str, q) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(q, q_scale)`` of a bf16 or fp16 tensor or a (packed, scale) pair."""
     if isinstance(q, (tuple, list)):
         if len(q) != 2:
-            raise ValueError(
-                f"{op}: q was a {type(q).__name__} of {len(q)}, must be a tensor or a (packed, scale) pair"
-            )
+            raise ValueError(f"{op}: q was a {type(q).__name__} of {len(q)}, must be a tensor or a (packed, scale) pair")
         validation.is_tensor(op, "q[0]", q[0])
         validation.is_tensor(op, "q[1]", q[1])
         return q[0], q[1]

@@ -6,9 +6,7 @@ from .. import validation
 from .layout import LAYOUT
 
 
-def store_index_keys(
-    keys: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, layout: str = LAYOUT
-) -> None:
+def store_index_keys(keys: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, *, layout: str = LAYOUT) -> None:
     """Quantizes index keys to MXFP4 and writes each to its slot of the paged cache. Mutates ``cache``.
 
     Args:

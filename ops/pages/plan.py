@@ -99,9 +99,7 @@ class CompactPagedPrefill:
         """
         op = "CompactPagedPrefill.plan"
         if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"{op} is host code and can't be traced: call it once a step, outside the compiled function"
-            )
+            raise RuntimeError(f"{op} is host code and can't be traced: call it once a step, outside the compiled function")
         rows, heads, dim = self._shape(op, query_shape)
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise TypeError(f"{op}: dtype was {dtype!r}, must be torch.bfloat16, torch.float16 or torch.float32")
@@ -288,9 +286,7 @@ class CompactPagedPrefill:
         """Buffers for this step; kept as they are where they fit, so that graphs may hold their addresses."""
         if self.pages is not None and self.pages.device != device:
             if self.max_rows is not None:
-                raise ValueError(
-                    f"{op}: device was {device}, must be {self.pages.device}, where max_rows fixed the buffers"
-                )
+                raise ValueError(f"{op}: device was {device}, must be {self.pages.device}, where max_rows fixed the buffers")
             self.pages = None
         capacity = self.max_rows if self.max_rows is not None else rows
         if self.pages is None or (self.max_rows is None and capacity > self.capacity):

@@ -27,9 +27,7 @@ def append_own_region(selected: torch.Tensor, positions: torch.Tensor) -> torch.
     return torch.ops.sparse_prefill.append_own_region(selected, positions)
 
 
-def compact_page_metadata(
-    positions: torch.Tensor | Sequence[int], region_count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def compact_page_metadata(positions: torch.Tensor | Sequence[int], region_count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each row's pages lie, and how many tokens of its last page it sees. Host code.
 
     Args:
@@ -65,15 +63,11 @@ def host_positions(op: str, positions) -> np.ndarray:
         try:
             array = np.asarray(positions)
         except ValueError:
-            raise TypeError(
-                f"{op}: positions was a ragged {type(positions).__name__}, must be a sequence of ints"
-            ) from None
+            raise TypeError(f"{op}: positions was a ragged {type(positions).__name__}, must be a sequence of ints") from None
         if array.size == 0:
             array = array.astype(np.int64)
         if array.dtype.kind not in "iu":
-            raise TypeError(
-                f"{op}: positions was {type(positions).__name__} of {array.dtype}, must be a sequence of ints"
-            )
+            raise TypeError(f"{op}: positions was {type(positions).__name__} of {array.dtype}, must be a sequence of ints")
     if array.ndim != 1:
         raise ValueError(f"{op}: positions had {array.ndim} dimensions, must have 1")
     array = array.astype(np.int64)
@@ -83,9 +77,7 @@ def host_positions(op: str, positions) -> np.ndarray:
     return array
 
 
-def fixup_positions(
-    positions: torch.Tensor, indptr: torch.Tensor, last_page_len: torch.Tensor, region_count: int
-) -> None:
+def fixup_positions(positions: torch.Tensor, indptr: torch.Tensor, last_page_len: torch.Tensor, region_count: int) -> None:
     """The device's own :func:`compact_page_metadata`, written into whole buffers. Mutates ``indptr`` and ``last_page_len``.
 
     Args:

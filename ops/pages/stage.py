@@ -48,9 +48,7 @@ def plan_staged_prefill_pages(table: torch.Tensor, lengths: Sequence[int], block
     counts = -(-lengths // block_size)
     if (long := np.nonzero(counts > width)[0]).size:
         i = long[0]
-        raise ValueError(
-            f"{op}: lengths[{i}] was {lengths[i]}, must be at most {width * block_size}, what its table row holds"
-        )
+        raise ValueError(f"{op}: lengths[{i}] was {lengths[i]}, must be at most {width * block_size}, what its table row holds")
     base = np.concatenate(([0], np.cumsum(counts)))
     live = np.arange(width) < counts[:, None]
     remapped = np.where(live, base[:-1, None] + np.arange(width), 0).astype(np.int32)
