@@ -20,6 +20,7 @@ group with weight 1.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,7 +28,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-import sparse_prefill
+from sparse_prefill import (
+    CompactPagedPrefill,
+    FP4PrefillMetadata,
+    PrefillMetadata,
+    append_own_region,
+    build_prefill_chunks,
+    mark_unbacked_sizes,
+    prefill_chunks,
+    prepare_prefill_metadata,
+    store_index_keys,
+)
 
 NAME = "sparse_prefill"
 REGION = 8
@@ -68,7 +79,7 @@ class Step(NamedTuple):
     region_counts: torch.Tensor
     weights: torch.Tensor
     unselected: torch.Tensor
-    index: sparse_prefill.FP4PrefillMetadata
+    index: FP4PrefillMetadata
 
 
 @dataclass
@@ -87,13 +98,16 @@ class SparsePrefillContext:
         keep_first: so many of a request's first regions are always among them.
         keep_last: and so many before the row's own.
         scale: softmax scale.
+        heads: query heads of a KV group.
+        max_rows: tokens of the largest step.
         plan: page ids, lengths and queries of the step, shared by its layers and groups.
         step: the step in progress, None before the first.
         compiled: run the attention step through torch.compile.
         key_budget: the most index keys staged at once.
         projection: None, or fp32 [head_dim, 128] where head_dim exceeds the 128 elements of an index key: a fixed orthonormal
             basis that keys and queries are projected on before they are indexed. Heads up to 128 are padded with zeros instead.
-        record: None, or a list that receives a step's (layer, group, regions) of every call; only where ``compiled`` is off.
+        seconds: host time spent in the attention step so far, all layers together.
+        record: None, or a list that receives (layer, group, regions) of every layer and group, step by step; only where ``compiled`` is off.
     """
 
     kv_caches: list[torch.Tensor]
@@ -108,12 +122,13 @@ class SparsePrefillContext:
     keep_last: int
     scale: float
     heads: int
-    plan: sparse_prefill.CompactPagedPrefill
+    plan: CompactPagedPrefill
     max_rows: int
     compiled: bool = True
     key_budget: int = 1 << 17
     projection: torch.Tensor | None = None
     step: Step | None = None
+    seconds: float = 0.0
     record: list[tuple[int, int, torch.Tensor]] | None = field(default=None, repr=False)
 
     @classmethod
@@ -191,7 +206,7 @@ class SparsePrefillContext:
             keep_last=keep_last,
             scale=dim**-0.5,
             heads=query_heads // groups,
-            plan=sparse_prefill.CompactPagedPrefill(None, max_rows=max_rows),
+            plan=CompactPagedPrefill(None, max_rows=max_rows),
             max_rows=max_rows,
             compiled=compiled,
             projection=None if dim <= INDEX_DIM else _orthonormal(dim).to(device),
@@ -242,7 +257,7 @@ class SparsePrefillContext:
 
         # Requests without rows in this step have nothing to score: their keys are not staged.
         active = [request for request in range(requests) if query_lens[request]]
-        chunks = sparse_prefill.build_prefill_chunks(
+        chunks = build_prefill_chunks(
             [query_lens[request] for request in active],
             [after[request] for request in active],
             self.index_table[active].to(device),
@@ -250,8 +265,8 @@ class SparsePrefillContext:
             compress_ratio=REGION,
             own_region=True,
         )
-        index = sparse_prefill.prepare_prefill_metadata(
-            sparse_prefill.PrefillMetadata(chunks, max(after)), 1, 0, 1
+        index = prepare_prefill_metadata(
+            PrefillMetadata(chunks, max(after)), 1, 0, 1
         )
         self.plan.plan(
             (rows, self.heads, dim // 2),
@@ -271,14 +286,18 @@ class SparsePrefillContext:
             positions % block_size,
             region_blocks.long(),
             token % block_size // REGION,
-            slots.flatten(),
+            slots.flatten().clone(),  # a view would drag its base's sizes into the graph's guards
             first,
             count,
             torch.ones(rows, self.heads, dtype=torch.bfloat16),
             torch.full((rows, self.budget - 1), -1, dtype=torch.int32),
         )
         self.step = Step(*(tensor.to(device) for tensor in tensors), index)
-        sparse_prefill.mark_unbacked_sizes(self.step, dims=(0, 1))
+        # Every size of a step but k, which belongs to the budget.
+        mark_unbacked_sizes(self.step)
+        mark_unbacked_sizes(self.step.region_blocks, self.step.region_pages, dims=(1,))
+        plan = self.plan
+        mark_unbacked_sizes(plan.pages, plan.indptr, plan.last_page_len, plan.owners, plan.query)
         self.seen = after
         return positions.unsqueeze(0).to(device)
 
@@ -337,7 +356,7 @@ def sparse_attention_step(
     index_caches: tuple[torch.Tensor, ...],
     region_sums: torch.Tensor,
     step: Step,
-    plan: sparse_prefill.CompactPagedPrefill,
+    plan: CompactPagedPrefill,
     keep_first: int,
     keep_last: int,
     projection: torch.Tensor | None = None,
@@ -354,6 +373,7 @@ def sparse_attention_step(
         kv_cache, index_caches, region_sums: this layer's, see :class:`SparsePrefillContext`.
         step, plan: the step in progress.
         keep_first, keep_last, projection: see :class:`SparsePrefillContext`.
+        seconds: host time spent in the attention step so far, all layers together.
         record: None, or a list that receives each group's regions, int32 [T, budget].
 
     Returns:
@@ -376,12 +396,12 @@ def sparse_attention_step(
     for group in range(groups):
         own = query[:, group * heads : (group + 1) * heads]
         cache = kv_cache[:, group : group + 1]
-        sparse_prefill.store_index_keys(
+        store_index_keys(
             index_keys[:, :, group].reshape(-1, INDEX_DIM), index_caches[group], step.region_slots
         )
         # Rows of requests that have no region yet are in no chunk and stay at -1.
         selected = step.unselected.clone()
-        sparse_prefill.prefill_chunks(
+        prefill_chunks(
             _to_index(own, projection),
             step.weights,
             index_caches[group],
@@ -393,7 +413,7 @@ def sparse_attention_step(
             keep_first=keep_first,
             keep_last=keep_last,
         )
-        regions = sparse_prefill.append_own_region(selected, step.positions)
+        regions = append_own_region(selected, step.positions)
         plan.prepare_chunk(0, own, cache, regions, step.table, step.owners)
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
         plan.finish(None, cache, out)
@@ -479,22 +499,26 @@ def sparse_prefill_attention(
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"{name} was {options[name]!r}, must be None: this attention does not have it")
-    inputs = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
+    start = time.perf_counter()
+    inputs = [_rows_first(tensor[0]) for tensor in (query, key, value)]
     state = context.kv_caches[layer], context.index_caches[layer], context.region_sums[layer]
     settings = context.step, context.plan, context.keep_first, context.keep_last, context.projection
     if context.compiled:
-        _mark(inputs, context)
+        mark_unbacked_sizes(inputs)
         out = compiled_attention_step()(*inputs, *state, *settings)
     else:
         record = None if context.record is None else []
         out = sparse_attention_step(*inputs, *state, *settings, record)
         if record is not None:
             context.record.extend((layer, group, regions) for group, regions in enumerate(record))
+    context.seconds += time.perf_counter() - start
     return out.unsqueeze(0), None
 
 
-def _mark(inputs, context):
-    globals()["sparse_prefill"].mark_unbacked_sizes(inputs)
+def _rows_first(tensor):
+    """[heads, T, head_dim] as a dense [T, heads, head_dim]. Unlike contiguous(), also gives one row the usual strides."""
+    heads, rows, dim = tensor.shape
+    return tensor.new_empty(rows, heads, dim).copy_(tensor.transpose(0, 1))
 
 
 def register() -> None:
