@@ -8,6 +8,7 @@ cache and an MXFP4 region index. It prints perplexity, dense and sparse, at seve
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import math
@@ -80,11 +81,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     forced = options.keep_first + options.keep_last + 1
     if options.keep_first < 0 or options.keep_last < 0:
         parser.error("--keep-first and --keep-last must be at least 0")
-    options.target = request_lengths(options.tokens)[0] // REGION // 4
+    # A quarter of the longest request's regions, the budget that is judged.
+    quarter = request_lengths(options.tokens)[0] // REGION // 4
+    options.target = max(quarter, forced)
     if options.budgets is None:
-        least = max(forced, 2)
-        options.budgets = [max(least, options.target * part // 4) for part in (1, 2, 4, 8)]
-    options.budgets = sorted({*options.budgets, max(options.target, forced)})
+        options.budgets = [max(forced, quarter * part // 4) for part in (1, 2, 4, 8)]
+    options.budgets = sorted({*options.budgets, options.target})
     if options.budgets[0] < forced:
         parser.error(f"--budgets had {options.budgets[0]}, must be at least keep-first + keep-last + 1 = {forced}")
     return options
@@ -208,10 +210,8 @@ def sparse_pass(model, text: Text, budget: int, options, advance, steps=None, pr
         compiled=not options.eager,
     )
     losses: list[list[Any]] = [[] for _ in lengths]
-    stages = dict.fromkeys(("caches, summaries", *STAGES, "rest of the model"), 0.0)
-    start = time.perf_counter()
-    for query_lens in steps or schedule(lengths, options.chunk):
-        with torch.inference_mode(), StageClock(profile) as clock:
+    with torch.inference_mode(), StageClock(profile) as clock:
+        for query_lens in steps or schedule(lengths, options.chunk):
             before = list(context.seen)
             positions = context.begin_step(query_lens)
             parts = [ids[a : a + n] for ids, a, n in zip(text.requests, before, query_lens, strict=True)]
@@ -221,41 +221,54 @@ def sparse_pass(model, text: Text, budget: int, options, advance, steps=None, pr
             for request, rows in enumerate(logits.split(query_lens)):
                 targets = text.requests[request][before[request] + 1 : before[request] + len(rows) + 1]
                 losses[request].append(row_losses(rows[: len(targets)], targets))
-        for name, seconds in clock.stages(context.seconds).items():
-            stages[name] += seconds
-        context.seconds = 0.0
-        advance(sum(query_lens))
-    return Pass([torch.cat(parts) for parts in losses], time.perf_counter() - start, budget, stages if profile else {})
+            advance(sum(query_lens))
+    return Pass([torch.cat(parts) for parts in losses], clock.total, budget, clock.stages(context.seconds))
+
+
+@contextlib.contextmanager
+def quiet_stderr():
+    """Silences stderr below Python too: some builds of torch trace the profiler's start and stop there."""
+    sys.stderr.flush()
+    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(sink)
 
 
 class StageClock:
-    """Times a step's stages with torch's profiler, which sees the library's ops inside a compiled graph too."""
+    """Times the stages of a pass with torch's profiler, which sees the library's ops inside a compiled graph too."""
 
-    def __init__(self, enabled: bool):
-        self.enabled = enabled
+    def __init__(self, profile: bool):
+        from torch.autograd.profiler import profile as profiler
+
+        self.profiler = profiler(use_kineto=False) if profile else contextlib.nullcontext()
+        self.profile = profile
 
     def __enter__(self) -> StageClock:
-        if self.enabled:
-            from torch.profiler import ProfilerActivity, profile
-
-            self.profiler = profile(activities=[ProfilerActivity.CPU], acc_events=False)
+        with quiet_stderr():
             self.profiler.__enter__()
-            self.start = time.perf_counter()
+        self.start = time.perf_counter()
         return self
 
     def __exit__(self, *error) -> None:
-        if self.enabled:
-            self.total = time.perf_counter() - self.start
+        self.total = time.perf_counter() - self.start
+        with quiet_stderr():
             self.profiler.__exit__(*error)
 
     def stages(self, attention_seconds: float) -> dict[str, float]:
         """Seconds of each stage; ``attention_seconds`` is what all calls of the attention step took together."""
-        if not self.enabled:
+        if not self.profile:
             return {}
-        ops = {event.key: event.cpu_time_total / 1e6 for event in self.profiler.key_averages()}
-        found = {
-            stage: sum(ops.get(f"sparse_prefill::{name}", 0.0) for name in names) for stage, names in STAGES.items()
-        }
+        ops: dict[str, float] = {}
+        for event in self.profiler.function_events:
+            if event.name.startswith("sparse_prefill::"):
+                name = event.name.partition("::")[2]
+                ops[name] = ops.get(name, 0.0) + event.cpu_time_total / 1e6
+        found = {stage: sum(ops.get(name, 0.0) for name in names) for stage, names in STAGES.items()}
         return {
             "caches, summaries": attention_seconds - sum(found.values()),
             **found,
@@ -321,29 +334,31 @@ def report(console, options, text: Text, dense: Pass, passes: list[Pass], compil
 
     lengths = [len(ids) for ids in text.requests]
     long = dense.losses[0]
-    everything = torch.cat(dense.losses)
-    table = Table(title="perplexity, dense and sparse")
-    for name in ("budget", "forced", "keys read", "all: dense", "sparse", "keys read *", "* dense", "* sparse", "* change", "time"):
-        table.add_column(name, justify="right")
     forced = options.keep_first + options.keep_last + 1
-    for run in passes:
-        first = REGION * run.budget
-        base, _ = counted(long, first)
-        sparse, rows = counted(run.losses[0], first)
-        late = [f"{keys_read(lengths[:1], run.budget, first):.1%}", f"{base:.3f}", f"{sparse:.3f}", f"{sparse / base - 1:+.2%}"]
-        table.add_row(
-            str(run.budget),
-            str(forced),
-            f"{keys_read(lengths, run.budget):.1%}",
-            f"{counted(everything, 0)[0]:.3f}",
-            f"{counted(torch.cat(run.losses), 0)[0]:.3f}",
-            *(late if rows else ["-"] * 4),
-            f"{run.seconds:.1f} s",
-        )
-    console.print(table)
+
+    def compare(title, lengths, of, first):
+        table = Table(title=title)
+        for name in ("budget", "keys read", "dense", "sparse", "change", "prefill"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for run in passes:
+            base, _ = counted(of(dense), first(run))
+            sparse, rows = counted(of(run), first(run))
+            cells = f"{base:.3f}", f"{sparse:.3f}", f"{sparse / base - 1:+.2%}"
+            read = f"{keys_read(lengths, run.budget, first(run)):.1%}"
+            table.add_row(str(run.budget), *((read, *cells) if rows else ["-"] * 4), f"{run.seconds:.1f} s")
+        console.print(table)
+
+    compare("perplexity, every token of every request", lengths, lambda run: torch.cat(run.losses), lambda run: 0)
+    compare(
+        f"perplexity, request of {lengths[0]:,} tokens, positions beyond 8 x budget",
+        lengths[:1],
+        lambda run: run.losses[0],
+        lambda run: REGION * run.budget,
+    )
     console.print(
-        f"* request 1 ({lengths[0]:,} tokens), only positions beyond 8 x budget; a row before that reads all its keys."
-        f" The dense pass took {dense.seconds:.1f} s."
+        f"budget: 8-token regions a row attends to, {forced} of them forced ({options.keep_first} first, {options.keep_last} before"
+        f" its own, its own). A row up to position 8 x budget reads every key. keys read: of what dense causal attention reads."
+        f" prefill: all {sum(lengths):,} tokens; dense took {dense.seconds:.1f} s."
     )
 
     for run in passes:
@@ -434,6 +449,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     # Everything is on this machine already, or not to be had: no look-ups on a hub.
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # One bar is enough: the demo's own.
+    os.environ["TQDM_DISABLE"] = "1"
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
