@@ -267,7 +267,9 @@ def select_keys(logits, ks, ke, k, keep_first=0, keep_last=0):
 # Chunks
 
 
-def build_prefill_chunks(query_lens, seq_lens, *, key_budget, logits_bytes=2**29, compress_ratio=1, token_offset=0, own_region=False):
+def build_prefill_chunks(
+    query_lens, seq_lens, *, key_budget, logits_bytes=2**29, compress_ratio=1, token_offset=0, own_region=False
+):
     """Chunks without their tables: each names its requests [first, last), its set, rows and windows."""
     keys = [n // compress_ratio for n in seq_lens]
     chunks, first, token = [], 0, token_offset
@@ -297,10 +299,18 @@ def build_prefill_chunks(query_lens, seq_lens, *, key_budget, logits_bytes=2**29
                 b = min(a + piece, rows)
                 chunks.append(
                     SimpleNamespace(
-                        request_set=request_set, first=first, last=last, cu_seq_lens=cu, total_seq_lens=total,
+                        request_set=request_set,
+                        first=first,
+                        last=last,
+                        cu_seq_lens=cu,
+                        total_seq_lens=total,
                         token_to_seq=[r for r in range(last - first) for _ in range(keys[first + r])],
-                        cu_seqlen_ks=ks[a:b], cu_seqlen_ke=ke[a:b], token_start=token + a, token_end=token + b,
-                        num_reqs=last - first, max_seqlen_k=max(keys[first:last]),
+                        cu_seqlen_ks=ks[a:b],
+                        cu_seqlen_ke=ke[a:b],
+                        token_start=token + a,
+                        token_end=token + b,
+                        num_reqs=last - first,
+                        max_seqlen_k=max(keys[first:last]),
                     )
                 )
         token += rows
@@ -411,19 +421,24 @@ def attend(query, keys, values, scale):
     return (weights / weights.sum(dim=-1, keepdim=True)) @ values
 
 
+def listed_tokens(cache, pages, last_page_len, k_scale=1.0, v_scale=1.0):
+    """Keys and values float64 [tokens, dim] of one row's pages; the last page ends after last_page_len tokens."""
+    dim = cache.shape[3] // 2
+    tokens = torch.cat([region_tokens(cache, page) for page in pages])
+    tokens = tokens[: REGION_TOKENS * (len(pages) - 1) + last_page_len]
+    return tokens[:, :dim] * k_scale, tokens[:, dim:] * v_scale
+
+
 def paged_attention(query, cache, pages, indptr, last_page_len, scale, k_scale=1.0, v_scale=1.0):
     """float64 [rows, heads, dim]; a row without pages is exactly zero."""
     cache = as_fp8(cache)
-    rows, _, dim = query.shape
     out = torch.zeros(query.shape, dtype=torch.float64)
     bounds, ids = indptr.tolist(), pages.tolist()
-    for r in range(rows):
+    for r in range(query.shape[0]):
         own = ids[bounds[r] : bounds[r + 1]]
-        if not own:
-            continue
-        tokens = torch.cat([region_tokens(cache, page) for page in own])
-        tokens = tokens[: REGION_TOKENS * (len(own) - 1) + int(last_page_len[r])]
-        out[r] = attend(query[r].to(torch.float64), tokens[:, :dim] * k_scale, tokens[:, dim:] * v_scale, scale)
+        if own:
+            keys, values = listed_tokens(cache, own, int(last_page_len[r]), k_scale, v_scale)
+            out[r] = attend(query[r].to(torch.float64), keys, values, scale)
     return out
 
 

@@ -1,5 +1,6 @@
 """Builders of inputs: caches of every physical order, block tables, request sets; poisoned wherever nothing may read."""
 
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import torch
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "golden.json").read_text())
 INT32_MAX = 2**31 - 1
 STALE_ENTRIES = (-1, INT32_MAX, -(2**31), 10**6)
+# Attention's error per dtype. The specification's 4e-3 (bf16) is for typical outputs, which sum many values; see assert_attended.
+ATTENTION_TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 HISTORY_LAYOUTS = ("NHD", "HND", "layers between blocks", "padded tokens")
 
 
@@ -34,6 +37,15 @@ def assert_same_bits(actual, expected):
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert torch.equal(bits(actual), bits(expected))
+
+
+def assert_attended(out, expected):
+    """out [rows, heads, dim] against float64: relative to each row's and head's norm, floored where values cancel in the sum."""
+    assert out.isfinite().all()
+    error, norm = (out.double() - expected).norm(dim=-1), expected.norm(dim=-1)
+    floor = 0.05 * expected.abs().amax() * expected.shape[-1] ** 0.5 if expected.numel() else 0.0
+    worst = (error / norm.clamp_min(floor).clamp_min(1e-30)).max() if error.numel() else 0.0
+    assert worst <= ATTENTION_TOLERANCES[out.dtype], float(worst)
 
 
 def strided_rows(tensor, pad, offset=0, fill=None):
@@ -91,8 +103,15 @@ def index_set(lengths, gen, *, stride=ref.PAGE_BYTES, offset=0, spare=2, width=N
     write_index_keys(cache, table, lengths, keys)
     token_to_seq = int32([r for r, n in enumerate(lengths) for _ in range(n)])
     return SimpleNamespace(
-        cache=cache, block_table=table, keys=keys, lengths=list(lengths), cu_seq_lens=int32(ref.cumulative(lengths)),
-        token_to_seq=token_to_seq, num_reqs=len(lengths), total_seq_lens=total, max_seqlen_k=max(lengths, default=0),
+        cache=cache,
+        block_table=table,
+        keys=keys,
+        lengths=list(lengths),
+        cu_seq_lens=int32(ref.cumulative(lengths)),
+        token_to_seq=token_to_seq,
+        num_reqs=len(lengths),
+        total_seq_lens=total,
+        max_seqlen_k=max(lengths, default=0),
     )
 
 
@@ -128,6 +147,37 @@ def windows(gen, rows, total):
     empty = torch.rand(rows, generator=gen) < 0.15
     ks, ke = ends[:, 0].contiguous(), ends[:, 1].contiguous()
     return ks, torch.where(empty, ks, ke)
+
+
+# The golden pages of stage_keys
+
+
+def golden_keys(total):
+    g = torch.arange(total)[:, None]
+    payload = (31 * g + 7 * torch.arange(64)) % 256
+    scale = (5 * g + 11 * torch.arange(4)) % 254 + 1
+    return torch.cat([payload, scale], dim=1).to(torch.uint8)
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+def assert_golden_pages(payload, scales):
+    case = GOLDEN["stage_keys"]
+    assert list(payload.shape) == case["payload_shape"] and list(scales.shape) == case["scales_shape"]
+    for sample in case["samples"]:
+        page, token, column = sample["payload_page"], sample["token"], sample["scale_column"]
+        assert payload[page, 0, :, token].flatten().tolist() == list(bytes.fromhex(sample["payload"]))
+        assert scales[page, 0, :, column].tolist() == sample["scales"]
+    assert digest(payload) == case["payload_sha256"]
+    assert digest(scales) == case["scales_sha256"]
+
+
+def assert_pages(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == torch.uint8 and a.shape == e.shape and a.is_contiguous()
+        assert torch.equal(a, e)
 
 
 # Key-value caches
@@ -185,15 +235,27 @@ def random_regions(gen, positions, region_count):
     return regions
 
 
-def paged_set(lengths, gen, *, dim=16, block_size=16, dtype=torch.bfloat16, layout="NHD", group=0, groups=2, spare=2, extra_width=1,
-              tail=-1, offset=0, scale=1.0):
+def paged_set(
+    lengths,
+    gen,
+    *,
+    dim=16,
+    block_size=16,
+    dtype=torch.bfloat16,
+    layout="NHD",
+    group=0,
+    groups=2,
+    spare=2,
+    extra_width=1,
+    tail=-1,
+    offset=0,
+    scale=1.0,
+):
     """Requests over a NaN-poisoned KV cache; table tails are stale."""
     counts = [ref.cdiv(n, block_size) for n in lengths]
     blocks = sum(counts) + spare
     cache = kv_cache(blocks, block_size, dim, dtype, layout=layout, group=group, groups=groups, offset=offset)
-    table = block_tables(
-        lengths, blocks, gen, width=max(counts, default=0) + extra_width, tail=tail, page_tokens=block_size
-    )
+    table = block_tables(lengths, blocks, gen, width=max(counts, default=0) + extra_width, tail=tail, page_tokens=block_size)
     write_history(cache, table, lengths, gen, scale=scale)
     return SimpleNamespace(cache=cache, table=table, lengths=list(lengths), block_size=block_size)
 
@@ -201,8 +263,24 @@ def paged_set(lengths, gen, *, dim=16, block_size=16, dtype=torch.bfloat16, layo
 # A step of the indexer
 
 
-def prefill_step(requests, gen, *, heads=2, k=5, key_budget=10**6, logits_bytes=2**29, compress_ratio=1, own_region=False,
-                 token_offset=0, extra_tokens=0, stride=ref.PAGE_BYTES, offset=0, keep_first=0, keep_last=0, tail=-1):
+def prefill_step(
+    requests,
+    gen,
+    *,
+    heads=2,
+    k=5,
+    key_budget=10**6,
+    logits_bytes=2**29,
+    compress_ratio=1,
+    own_region=False,
+    token_offset=0,
+    extra_tokens=0,
+    stride=ref.PAGE_BYTES,
+    offset=0,
+    keep_first=0,
+    keep_last=0,
+    tail=-1,
+):
     """Requests given as (rows, tokens before them), their cache, token buffers and expected selections.
 
     Scales and weights are small powers of two, so every logit is exact in fp32 and in float64 alike: selections compare exactly, and
@@ -211,8 +289,15 @@ def prefill_step(requests, gen, *, heads=2, k=5, key_budget=10**6, logits_bytes=
     query_lens = [rows for rows, _ in requests]
     seq_lens = [rows + past for rows, past in requests]
     lengths = [n // compress_ratio for n in seq_lens]
-    index = index_set(lengths, gen, stride=stride, offset=offset, width=max((ref.cdiv(n, 64) for n in lengths), default=0) + 1,
-                      tail=tail, scale_range=(126, 128))
+    index = index_set(
+        lengths,
+        gen,
+        stride=stride,
+        offset=offset,
+        width=max((ref.cdiv(n, 64) for n in lengths), default=0) + 1,
+        tail=tail,
+        scale_range=(126, 128),
+    )
     tokens = token_offset + sum(query_lens) + extra_tokens
     q, q_scale = random_query(gen, tokens, heads, (126, 128))
     weights = torch.tensor([-1.0, 0.5, 1.0, 2.0])[torch.randint(0, 4, (tokens, heads), generator=gen)]
@@ -225,13 +310,36 @@ def prefill_step(requests, gen, *, heads=2, k=5, key_budget=10**6, logits_bytes=
         counts = int32([(past + i + (0 if own_region else 1)) // compress_ratio for i in range(rows)])
         keys = index.keys[first[r] : first[r + 1]]
         logits, _ = ref.score_keys(
-            q[part], q_scale[part], *ref.pages_of_keys(keys, len(keys)), weights[part], torch.zeros_like(counts), counts, 0.5, len(keys)
+            q[part],
+            q_scale[part],
+            *ref.pages_of_keys(keys, len(keys)),
+            weights[part],
+            torch.zeros_like(counts),
+            counts,
+            0.5,
+            len(keys),
         )
         expected[part] = ref.select_keys(torch.from_numpy(logits), torch.zeros_like(counts), counts, k, keep_first, keep_last)
         token += rows
-    options = dict(key_budget=key_budget, logits_bytes=logits_bytes, compress_ratio=compress_ratio, own_region=own_region,
-                   token_offset=token_offset)
+    options = dict(
+        key_budget=key_budget,
+        logits_bytes=logits_bytes,
+        compress_ratio=compress_ratio,
+        own_region=own_region,
+        token_offset=token_offset,
+    )
     return SimpleNamespace(
-        q=(q, q_scale), weights=weights, cache=index.cache, block_table=index.block_table, query_lens=query_lens, seq_lens=seq_lens,
-        lengths=lengths, options=options, expected=expected, keys=index.keys, out=torch.full_like(expected, -9), weight_scale=0.5, k=k,
+        q=(q, q_scale),
+        weights=weights,
+        cache=index.cache,
+        block_table=index.block_table,
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        lengths=lengths,
+        options=options,
+        expected=expected,
+        keys=index.keys,
+        out=torch.full_like(expected, -9),
+        weight_scale=0.5,
+        k=k,
     )

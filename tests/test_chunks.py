@@ -48,8 +48,12 @@ def assert_chunks(actual, expected, table, keys):
 
 
 @given(
-    REQUESTS, st.sampled_from([1, 64, 200, 500, 10**6]), st.sampled_from([1, 4, 2000, 40_000, 2**29]), st.sampled_from([1, 4, 8]),
-    st.integers(0, 9), st.booleans(),
+    REQUESTS,
+    st.sampled_from([1, 64, 200, 500, 10**6]),
+    st.sampled_from([1, 4, 2000, 40_000, 2**29]),
+    st.sampled_from([1, 4, 8]),
+    st.integers(0, 9),
+    st.booleans(),
 )
 def test_chunks_are_the_reference(requests, key_budget, logits_bytes, compress_ratio, token_offset, own_region):
     query_lens = [rows for rows, _ in requests]
@@ -158,7 +162,12 @@ def test_golden_workspace_bytes(case):
 
 
 @given(
-    st.integers(0, 2**34), st.integers(0, 1000), st.integers(1, 64), st.integers(1, 256), st.integers(0, 10**5), st.integers(0, 4096),
+    st.integers(0, 2**34),
+    st.integers(0, 1000),
+    st.integers(1, 64),
+    st.integers(1, 256),
+    st.integers(0, 10**5),
+    st.integers(0, 4096),
     st.integers(1, 4),
 )
 def test_workspace_bytes_are_the_reference(max_keys, max_reqs, world, interleave, max_rows, k, page_sets):
@@ -167,6 +176,28 @@ def test_workspace_bytes_are_the_reference(max_keys, max_reqs, world, interleave
         *args, max_rows=max_rows, k=k, page_sets=page_sets
     )
     assert sp.prefill_workspace_bytes(*args) == ref.prefill_workspace_bytes(*args)
+
+
+# Sharding of positions over ranks
+
+
+@pytest.mark.parametrize("case", GOLDEN["local_counts"], ids=str)
+def test_golden_local_counts(case):
+    assert sp.local_key_counts(case["n"], case["world"], case["interleave"]) == case["counts"]
+    assert ref.local_counts(case["n"], case["world"], case["interleave"]) == case["counts"]
+
+
+@given(st.integers(0, 5000), st.integers(1, 16), st.integers(1, 70))
+def test_local_counts_partition_the_keys(n, world, interleave):
+    counts = sp.local_key_counts(n, world, interleave)
+    assert counts == [sum(ref.owner_of(p, world, interleave) == rank for p in range(n)) for rank in range(world)]
+    assert counts == ref.local_counts(n, world, interleave)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 16), st.integers(1, 70))
+def test_reference_owner_local_and_position_agree(position, world, interleave):
+    rank, local = ref.owner_of(position, world, interleave), ref.local_of(position, world, interleave)
+    assert ref.position_of(local, rank, world, interleave) == position
 
 
 # prepare_prefill_metadata: what every layer shares
@@ -187,24 +218,15 @@ def rows_of_tiles(plans, chunk_rows):
     return named
 
 
-@given(REQUESTS, st.sampled_from([20, 300, 10**6]), st.sampled_from([4000, 2**29]), st.integers(1, 4))
-def test_tiles_of_all_ranks_cover_every_row_once(requests, key_budget, logits_bytes, world):
+@given(REQUESTS, st.sampled_from([20, 300, 10**6]), st.sampled_from([4000, 2**29]))
+def test_tiles_cover_every_row_once_in_chunk_order(requests, key_budget, logits_bytes):
     query_lens = [rows for rows, _ in requests]
     seq_lens = [rows + past for rows, past in requests]
-    covered = []
-    for rank in range(world):
-        chunks = sp.build_prefill_chunks(
-            query_lens, seq_lens, tables_for(seq_lens), key_budget=key_budget, logits_bytes=logits_bytes, world=world, rank=rank
-        )
-        plans = sp.prepare_prefill_metadata(metadata(chunks), world, rank, 1).plans
-        rows = [c.token_end - c.token_start for c in chunks]
-        own = rows_of_tiles(plans, rows)
-        assert [chunk for chunk, _ in own] == sorted(chunk for chunk, _ in own), "tiles come in chunk order"
-        for c, n in enumerate(rows):
-            assert sum(chunk == c for chunk, _ in own) <= ref.cdiv(n, world)
-        covered += own
-    expected = [(c, row) for c, n in enumerate(rows) for row in range(n)]
-    assert sorted(covered) == expected
+    chunks = sp.build_prefill_chunks(query_lens, seq_lens, tables_for(seq_lens), key_budget=key_budget, logits_bytes=logits_bytes)
+    rows = [c.token_end - c.token_start for c in chunks]
+    covered = rows_of_tiles(sp.prepare_prefill_metadata(metadata(chunks), 1, 0, 1).plans, rows)
+    assert [chunk for chunk, _ in covered] == sorted(chunk for chunk, _ in covered)
+    assert sorted(covered) == [(c, row) for c, n in enumerate(rows) for row in range(n)]
 
 
 @given(REQUESTS, st.sampled_from([20, 300, 10**6]), st.sampled_from([4000, 2**29]), st.integers(0, 5))
@@ -244,10 +266,17 @@ def test_plans_hold_every_chunks_geometry(requests, key_budget, logits_bytes, to
 def test_no_tile_of_logits_is_larger_than_its_bound(keys):
     rows = 3000
     chunk = SimpleNamespace(
-        block_table=torch.zeros(1, ref.cdiv(keys, 64), dtype=torch.int32), cu_seq_lens=int32([0, keys]),
-        token_to_seq=torch.zeros(keys, dtype=torch.int32), cu_seqlen_ks=torch.zeros(rows, dtype=torch.int32),
-        cu_seqlen_ke=torch.full((rows,), keys, dtype=torch.int32), token_start=5, token_end=5 + rows, num_reqs=1,
-        total_seq_lens=keys, max_seqlen_k=keys, request_set=0,
+        block_table=torch.zeros(1, ref.cdiv(keys, 64), dtype=torch.int32),
+        cu_seq_lens=int32([0, keys]),
+        token_to_seq=torch.zeros(keys, dtype=torch.int32),
+        cu_seqlen_ks=torch.zeros(rows, dtype=torch.int32),
+        cu_seqlen_ke=torch.full((rows,), keys, dtype=torch.int32),
+        token_start=5,
+        token_end=5 + rows,
+        num_reqs=1,
+        total_seq_lens=keys,
+        max_seqlen_k=keys,
+        request_set=0,
     )
     plans = sp.prepare_prefill_metadata(metadata([chunk]), 1, 0, 1).plans
     assert sorted(rows_of_tiles(plans, [rows])) == [(0, row) for row in range(rows)]
@@ -256,9 +285,17 @@ def test_no_tile_of_logits_is_larger_than_its_bound(keys):
 
 def plain_chunk(table, rows, keys, token_start=0, **extra):
     return SimpleNamespace(
-        block_table=table, cu_seq_lens=int32([0, keys]), token_to_seq=torch.zeros(keys, dtype=torch.int32),
-        cu_seqlen_ks=torch.zeros(rows, dtype=torch.int32), cu_seqlen_ke=torch.full((rows,), keys, dtype=torch.int32),
-        token_start=token_start, token_end=token_start + rows, num_reqs=1, total_seq_lens=keys, max_seqlen_k=keys, **extra,
+        block_table=table,
+        cu_seq_lens=int32([0, keys]),
+        token_to_seq=torch.zeros(keys, dtype=torch.int32),
+        cu_seqlen_ks=torch.zeros(rows, dtype=torch.int32),
+        cu_seqlen_ke=torch.full((rows,), keys, dtype=torch.int32),
+        token_start=token_start,
+        token_end=token_start + rows,
+        num_reqs=1,
+        total_seq_lens=keys,
+        max_seqlen_k=keys,
+        **extra,
     )
 
 
@@ -272,7 +309,11 @@ def test_without_a_name_a_request_set_is_its_table_requests_and_total():
 
 def test_an_explicit_request_set_decides():
     table = int32([[3]])
-    chunks = [plain_chunk(table, 2, 9, request_set=4), plain_chunk(table, 3, 9, 2, request_set=7), plain_chunk(table, 1, 9, 5, request_set=7)]
+    chunks = [
+        plain_chunk(table, 2, 9, request_set=4),
+        plain_chunk(table, 3, 9, 2, request_set=7),
+        plain_chunk(table, 1, 9, 5, request_set=7),
+    ]
     named = sp.prepare_prefill_metadata(metadata(chunks), 1, 0, 1).plans.chunks[:, 0].tolist()
     assert named[0] != named[1] and named[1] == named[2]
 
@@ -300,14 +341,3 @@ def test_no_chunks():
     plans = sp.prepare_prefill_metadata(metadata([]), 1, 0, 1).plans
     assert plans.sets.shape == (0, 8) and plans.chunks.shape == (0, 4) and plans.tiles.shape == (0, 4)
     assert plans.ks.numel() == plans.all_cu.numel() == 0
-
-
-def test_busy_rows_are_shared_evenly_among_ranks():
-    """Contiguous blocks would make the last rank of a causal prompt nearly twice as busy as the mean; stripes do not."""
-    world, rows = 8, 64
-    work = []
-    for rank in range(world):
-        (chunk,) = sp.build_prefill_chunks([rows], [rows], tables_for([rows]), key_budget=100, world=world, rank=rank)
-        plans = sp.prepare_prefill_metadata(metadata([chunk]), world, rank, 1).plans
-        work.append(sum(int(chunk.cu_seqlen_ke[row]) for _, row in rows_of_tiles(plans, [rows])))
-    assert max(work) <= 1.2 * sum(work) / world

@@ -42,8 +42,14 @@ def test_golden_pages(case):
 
 
 @given(
-    st.integers(0, 2**32), st.lists(st.integers(-1, 200), max_size=12), st.integers(1, 3), st.sampled_from([1, 2, 5, 30]),
-    st.sampled_from([8, 16, 24, 64]), st.sampled_from([1, 3, 9]), st.sampled_from([1, 5, 64]), st.sampled_from([torch.bfloat16, torch.float16]),
+    st.integers(0, 2**32),
+    st.lists(st.integers(-1, 200), max_size=12),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 5, 30]),
+    st.sampled_from([8, 16, 24, 64]),
+    st.sampled_from([1, 3, 9]),
+    st.sampled_from([1, 5, 64]),
+    st.sampled_from([torch.bfloat16, torch.float16]),
     st.integers(0, 4),
 )
 def test_fill_is_the_reference(seed, positions, requests, region_count, block_size, heads, dim, dtype, wide):
@@ -93,7 +99,12 @@ def test_query_moves_bit_for_bit(dtype):
 def test_query_of_any_strides():
     regions, table, owners, indptr, _ = step(1, [5, 20, 9], 2, 3, 16)
     base = torch.randn(4, 3, 6, generator=generator(0)).bfloat16()
-    for source in (base.permute(1, 2, 0), base.permute(1, 0, 2), base.permute(1, 0, 2)[:, ::2, ::3], base[:3].flip(0)[:, :1].expand(3, 5, 6)):
+    for source in (
+        base.permute(1, 2, 0),
+        base.permute(1, 0, 2),
+        base.permute(1, 0, 2)[:, ::2, ::3],
+        base[:3].flip(0)[:, :1].expand(3, 5, 6),
+    ):
         destination = torch.zeros(source.shape, dtype=source.dtype)
         pages = torch.zeros(int(indptr[-1]), dtype=torch.int32)
         sp.fill_prefill_pages(regions, table, owners, indptr, pages, 16, source, destination, 2)
@@ -153,7 +164,16 @@ def test_ids_of_bad_values_stay_inside_num_pages(bad, where):
 
 
 @pytest.mark.parametrize(
-    "indptr", [[0, 10**6, 12, 15], [-5, 2, 3, 4], [0, 4, 2, 8], [9, 5, 1, 0], [INT32_MAX] * 4, [-(2**31), INT32_MAX, 0, 0], [0, 100, 200, 300]]
+    "indptr",
+    [
+        [0, 10**6, 12, 15],
+        [-5, 2, 3, 4],
+        [0, 4, 2, 8],
+        [9, 5, 1, 0],
+        [INT32_MAX] * 4,
+        [-(2**31), INT32_MAX, 0, 0],
+        [0, 100, 200, 300],
+    ],
 )
 def test_bad_indptr_writes_nothing_outside_pages(indptr):
     regions, table, owners, _, query = step(6, [30, 31, 32], 2, 4, 16)
@@ -203,7 +223,9 @@ def test_four_chunks_fill_what_one_call_fills():
 def test_inputs_are_not_changed():
     regions, table, owners, indptr, query = step(9, [30, 31], 2, 4, 16)
     before = [t.clone() for t in (regions, table, owners, indptr, query)]
-    sp.fill_prefill_pages(regions, table, owners, indptr, torch.zeros(8, dtype=torch.int32), 16, query, torch.empty_like(query), 2)
+    sp.fill_prefill_pages(
+        regions, table, owners, indptr, torch.zeros(8, dtype=torch.int32), 16, query, torch.empty_like(query), 2
+    )
     assert all(torch.equal(a, b) for a, b in zip((regions, table, owners, indptr, query), before, strict=True))
 
 

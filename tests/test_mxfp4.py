@@ -31,7 +31,10 @@ def test_golden_encode():
     cases = GOLDEN["encode"]
     for x, packed, scale in zip(cases["x"], cases["packed"], cases["scale"], strict=True):
         values = torch.frombuffer(bytearray(bytes.fromhex(x)), dtype=torch.float32)
-        expected = torch.tensor(list(bytes.fromhex(packed)), dtype=torch.uint8), torch.tensor(list(bytes.fromhex(scale)), dtype=torch.uint8)
+        expected = (
+            torch.tensor(list(bytes.fromhex(packed)), dtype=torch.uint8),
+            torch.tensor(list(bytes.fromhex(scale)), dtype=torch.uint8),
+        )
         assert_same_code(sp.quantize_mxfp4(values[None]), (expected[0][None], expected[1][None]))
         assert_same_code(sp.quantize_mxfp4(values[None].bfloat16()), (expected[0][None], expected[1][None]))
         assert_same_code(ref.quantize_mxfp4(values), expected)
@@ -46,7 +49,13 @@ def test_golden_e2m1_values():
     assert torch.equal(values[0, 1:32:2].view(torch.int32), expected.view(torch.int32))
 
 
-@given(st.integers(0, 2**32), st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3), st.integers(-130, 126), st.integers(0, 30))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 5), max_size=3),
+    st.integers(-130, 126),
+    st.integers(0, 30),
+)
 def test_quantize_is_the_reference(seed, dtype, lead, exponent, spread):
     gen = generator(seed)
     octaves = exponent + spread * torch.rand(*lead, 4, 1, generator=gen)

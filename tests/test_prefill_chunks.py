@@ -34,14 +34,31 @@ def assert_rows(step, out):
 
 
 @given(
-    st.integers(0, 2**32), REQUESTS, st.sampled_from([1, 3, 9]), st.sampled_from([1, 4, 40]), st.sampled_from([10, 150, 10**6]),
-    st.sampled_from([600, 2**29]), st.sampled_from([(1, False), (4, False), (8, True)]), st.sampled_from([4352, 4360, 9001]),
+    st.integers(0, 2**32),
+    REQUESTS,
+    st.sampled_from([1, 3, 9]),
+    st.sampled_from([1, 4, 40]),
+    st.sampled_from([10, 150, 10**6]),
+    st.sampled_from([600, 2**29]),
+    st.sampled_from([(1, False), (4, False), (8, True)]),
+    st.sampled_from([4352, 4360, 9001]),
 )
 def test_selections_are_the_reference(seed, requests, heads, k, key_budget, logits_bytes, compression, stride):
     compress_ratio, own_region = compression
     step = prefill_step(
-        requests, generator(seed), heads=heads, k=k, key_budget=key_budget, logits_bytes=logits_bytes, compress_ratio=compress_ratio,
-        own_region=own_region, token_offset=seed % 3, extra_tokens=seed % 2, stride=stride, offset=seed % 7, tail=INT32_MAX,
+        requests,
+        generator(seed),
+        heads=heads,
+        k=k,
+        key_budget=key_budget,
+        logits_bytes=logits_bytes,
+        compress_ratio=compress_ratio,
+        own_region=own_region,
+        token_offset=seed % 3,
+        extra_tokens=seed % 2,
+        stride=stride,
+        offset=seed % 7,
+        tail=INT32_MAX,
     )
     memory = ref.storage_bytes(step.cache).clone()
     assert_rows(step, select(step))
@@ -93,10 +110,21 @@ def test_indices_are_within_each_rows_own_keys():
 def test_empty_windows_of_padding_rows():
     step = prefill_step([(6, 60)], generator(5))
     (chunk,) = sp.build_prefill_chunks(step.query_lens, step.seq_lens, step.block_table, **step.options)
-    fields = {name: getattr(chunk, name) for name in (
-        "block_table", "cu_seq_lens", "token_to_seq", "cu_seqlen_ks", "token_start", "token_end", "num_reqs", "total_seq_lens",
-        "max_seqlen_k", "request_set",
-    )}
+    fields = {
+        name: getattr(chunk, name)
+        for name in (
+            "block_table",
+            "cu_seq_lens",
+            "token_to_seq",
+            "cu_seqlen_ks",
+            "token_start",
+            "token_end",
+            "num_reqs",
+            "total_seq_lens",
+            "max_seqlen_k",
+            "request_set",
+        )
+    }
     ke = chunk.cu_seqlen_ke.clone()
     ke[[1, 5]] = chunk.cu_seqlen_ks[[1, 5]]
     chunk = SimpleNamespace(**fields, cu_seqlen_ke=ke)
@@ -110,9 +138,17 @@ def test_host_lengths_larger_than_the_devices():
     step = prefill_step([(4, 60)], generator(6))
     (chunk,) = sp.build_prefill_chunks(step.query_lens, step.seq_lens, step.block_table[:, :1], **step.options)
     larger = SimpleNamespace(
-        block_table=chunk.block_table, cu_seq_lens=chunk.cu_seq_lens, token_to_seq=torch.cat([chunk.token_to_seq, int32([0] * 136)]),
-        cu_seqlen_ks=chunk.cu_seqlen_ks, cu_seqlen_ke=chunk.cu_seqlen_ke, token_start=0, token_end=4, num_reqs=1, total_seq_lens=200,
-        max_seqlen_k=200, request_set=0,
+        block_table=chunk.block_table,
+        cu_seq_lens=chunk.cu_seq_lens,
+        token_to_seq=torch.cat([chunk.token_to_seq, int32([0] * 136)]),
+        cu_seqlen_ks=chunk.cu_seqlen_ks,
+        cu_seqlen_ke=chunk.cu_seqlen_ke,
+        token_start=0,
+        token_end=4,
+        num_reqs=1,
+        total_seq_lens=200,
+        max_seqlen_k=200,
+        request_set=0,
     )
     out = select(step, sp.prepare_prefill_metadata(sp.PrefillMetadata([larger], 200), 1, 0, 1))
     assert torch.equal(out, step.expected)
@@ -208,8 +244,19 @@ def test_chunks_without_tables_of_equal_width():
 
 
 def vars_of(chunk):
-    names = ("block_table", "cu_seq_lens", "token_to_seq", "cu_seqlen_ks", "cu_seqlen_ke", "token_start", "token_end", "num_reqs",
-             "total_seq_lens", "max_seqlen_k", "request_set")
+    names = (
+        "block_table",
+        "cu_seq_lens",
+        "token_to_seq",
+        "cu_seqlen_ks",
+        "cu_seqlen_ke",
+        "token_start",
+        "token_end",
+        "num_reqs",
+        "total_seq_lens",
+        "max_seqlen_k",
+        "request_set",
+    )
     return {name: getattr(chunk, name) for name in names}
 
 

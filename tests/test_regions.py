@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import GOLDEN, generator, int32, strided_rows
 
-POSITIONS = st.lists(st.one_of(st.integers(-1, 100), st.sampled_from([-1, 7, 8, 4095, 4103, 4104, 10**6, 2**31 - 9])), max_size=20)
+POSITIONS = st.lists(
+    st.one_of(st.integers(-1, 100), st.sampled_from([-1, 7, 8, 4095, 4103, 4104, 10**6, 2**31 - 9])), max_size=20
+)
 
 
 def selection(positions, k, gen):
@@ -22,7 +24,13 @@ def selection(positions, k, gen):
     return selected
 
 
-@given(st.integers(0, 2**32), POSITIONS, st.sampled_from([0, 1, 3, 16]), st.sampled_from([torch.int32, torch.int64]), st.integers(0, 4))
+@given(
+    st.integers(0, 2**32),
+    POSITIONS,
+    st.sampled_from([0, 1, 3, 16]),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.integers(0, 4),
+)
 def test_own_region_is_appended_as_in_the_reference(seed, positions, k, dtype, pad):
     selected = selection(positions, k, generator(seed))
     before = selected.clone()
@@ -69,7 +77,9 @@ def test_any_position_is_memory_safe(position):
 @pytest.mark.parametrize("kind", ["list", "tuple", torch.int32, torch.int64])
 def test_golden_compact_page_metadata(case, kind):
     positions = case["positions"]
-    positions = torch.tensor(positions, dtype=kind) if isinstance(kind, torch.dtype) else {"list": list, "tuple": tuple}[kind](positions)
+    positions = (
+        torch.tensor(positions, dtype=kind) if isinstance(kind, torch.dtype) else {"list": list, "tuple": tuple}[kind](positions)
+    )
     indptr, last_page_len = sp.compact_page_metadata(positions, case["region_count"])
     for tensor, expected in ((indptr, case["indptr"]), (last_page_len, case["last_page_len"])):
         assert tensor.dtype == torch.int32 and tensor.device.type == "cpu" and tensor.tolist() == expected
@@ -92,15 +102,15 @@ def test_no_rows():
 # ... and on the device
 
 
-@given(POSITIONS, st.sampled_from([1, 2, 4, 513]), st.integers(0, 5), st.integers(0, 5), st.sampled_from([torch.int32, torch.int64]))
-def test_fixup_is_the_reference_and_empties_the_rows_past_the_last(positions, region_count, more_indptr, more_last, dtype):
+@given(POSITIONS, st.sampled_from([1, 2, 4, 513]), st.integers(0, 5), st.sampled_from([torch.int32, torch.int64]))
+def test_fixup_is_the_reference_and_empties_the_rows_past_the_last(positions, region_count, more, dtype):
     n = len(positions)
-    indptr = torch.full((n + 1 + more_indptr,), -77, dtype=torch.int32)
-    last_page_len = torch.full((n + more_last,), -77, dtype=torch.int32)
+    indptr = torch.full((n + 1 + more,), -77, dtype=torch.int32)
+    last_page_len = torch.full((n + more,), -77, dtype=torch.int32)
     assert sp.fixup_positions(torch.tensor(positions, dtype=dtype), indptr, last_page_len, region_count) is None
     expected_indptr, expected_last = ref.compact_page_metadata(positions, region_count)
-    assert indptr.tolist() == expected_indptr + [expected_indptr[-1]] * more_indptr
-    assert last_page_len.tolist() == expected_last + [8] * more_last
+    assert indptr.tolist() == expected_indptr + [expected_indptr[-1]] * more
+    assert last_page_len.tolist() == expected_last + [8] * more
 
 
 def test_fixup_writes_nothing_beside_its_buffers():

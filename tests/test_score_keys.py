@@ -50,8 +50,12 @@ def test_golden_logits():
 
 
 @given(
-    st.integers(0, 2**32), st.sampled_from([0, 1, 2, 5, 17]), st.sampled_from([1, 3, 9, 16, 33]),
-    st.sampled_from([0, 1, 63, 64, 65, 130]), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([1.0, 0.015625, -0.3, 0.0]),
+    st.integers(0, 2**32),
+    st.sampled_from([0, 1, 2, 5, 17]),
+    st.sampled_from([1, 3, 9, 16, 33]),
+    st.sampled_from([0, 1, 63, 64, 65, 130]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([1.0, 0.015625, -0.3, 0.0]),
 )
 def test_scores_are_the_reference(seed, rows, heads, total, weight_dtype, weight_scale):
     q, q_scale, payload, scales, weights, ks, ke = random_case(seed, rows, heads, total, weight_dtype)
@@ -59,7 +63,13 @@ def test_scores_are_the_reference(seed, rows, heads, total, weight_dtype, weight
     assert_scores(actual, q, q_scale, payload, scales, weights, ks, ke, weight_scale)
 
 
-@given(st.integers(0, 2**32), st.sampled_from([1, 4, 9]), st.sampled_from([1, 3, 32]), st.sampled_from([1, 65, 130]), st.integers(75, 170))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([1, 4, 9]),
+    st.sampled_from([1, 3, 32]),
+    st.sampled_from([1, 65, 130]),
+    st.integers(75, 170),
+)
 def test_fast_scores_are_within_their_tolerance(seed, rows, heads, total, middle):
     """Groups of one token span at most 14 octaves."""
     case = random_case(seed, rows, heads, total, scale_range=(middle - 7, middle + 7))
@@ -114,8 +124,12 @@ def test_logit_bits_depend_on_row_and_key_alone():
     def score(some_rows, some_keys, lo, hi):
         n = len(some_rows)
         return sp.score_keys(
-            (q[some_rows], q_scale[some_rows]), *pages(keys[some_keys]), weights[some_rows],
-            torch.full((n,), lo, dtype=torch.int32), torch.full((n,), hi, dtype=torch.int32), weight_scale=0.37,
+            (q[some_rows], q_scale[some_rows]),
+            *pages(keys[some_keys]),
+            weights[some_rows],
+            torch.full((n,), lo, dtype=torch.int32),
+            torch.full((n,), hi, dtype=torch.int32),
+            weight_scale=0.37,
         )
 
     every = torch.arange(rows)

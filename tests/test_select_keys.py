@@ -32,8 +32,12 @@ def test_golden_selection_of_the_golden_logits():
 
 
 @given(
-    st.integers(0, 2**32), st.sampled_from([0, 1, 2, 9]), st.sampled_from([0, 1, 5, 64, 130, 400]), st.sampled_from([1, 2, 7, 64, 200]),
-    st.sampled_from(["normal", "ties", "special", "equal", "ascending", "descending"]), st.data(),
+    st.integers(0, 2**32),
+    st.sampled_from([0, 1, 2, 9]),
+    st.sampled_from([0, 1, 5, 64, 130, 400]),
+    st.sampled_from([1, 2, 7, 64, 200]),
+    st.sampled_from(["normal", "ties", "special", "equal", "ascending", "descending"]),
+    st.data(),
 )
 def test_selection_is_the_reference(seed, rows, total, k, kind, data):
     gen = generator(seed)
@@ -49,7 +53,9 @@ def test_selection_is_the_reference(seed, rows, total, k, kind, data):
     keep_first = data.draw(st.integers(0, k))
     keep_last = data.draw(st.integers(0, k - keep_first))
     outside = (torch.arange(total) < ks[:, None]) | (torch.arange(total) >= ke[:, None])
-    logits = logits.masked_fill(outside, float("nan") if seed % 2 else float("inf"))  # columns outside a window are never looked at
+    logits = logits.masked_fill(
+        outside, float("nan") if seed % 2 else float("inf")
+    )  # columns outside a window are never looked at
     assert_selected(logits, ks, ke, k)
     assert_selected(logits, ks, ke, k, keep_first, keep_last)
 
@@ -134,7 +140,7 @@ def test_windows_outside_the_columns_are_memory_safe(ks, ke):
         return
     good = torch.tensor([0, 2])
     assert torch.equal(actual[good], ref.select_keys(logits[good], ks[good], ke[good], 8))
-    assert actual[1].max() < 2**31 and actual[1].min() >= -1
+    assert actual[1].min() >= -1 and actual[1].max() < 64
 
 
 def test_last_row_of_a_matrix_of_more_than_2_gib():

@@ -40,8 +40,12 @@ def test_golden_plan():
 
 
 @given(
-    st.integers(0, 2**32), st.lists(st.sampled_from([0, 0, 1, 7, 8, 9, 15, 16, 17, 40, 64]), max_size=6), st.sampled_from([8, 16, 24, 64]),
-    st.integers(0, 3), st.sampled_from([-1, INT32_MAX]), st.sampled_from([list, tuple]),
+    st.integers(0, 2**32),
+    st.lists(st.sampled_from([0, 0, 1, 7, 8, 9, 15, 16, 17, 40, 64]), max_size=6),
+    st.sampled_from([8, 16, 24, 64]),
+    st.integers(0, 3),
+    st.sampled_from([-1, INT32_MAX]),
+    st.sampled_from([list, tuple]),
 )
 def test_plan_is_the_reference(seed, lengths, block_size, more, tail, kind):
     width = max((ref.cdiv(n, block_size) for n in lengths), default=0) + more
@@ -69,8 +73,15 @@ def test_a_table_narrower_than_its_lengths_is_refused():
 
 
 @given(
-    st.integers(0, 2**32), st.sampled_from(HISTORY_LAYOUTS), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(1, 5),
-    st.sampled_from([8, 16, 24]), st.sampled_from([1, 3, 8, 96]), st.integers(0, 2), st.integers(0, 8),
+    st.integers(0, 2**32),
+    st.sampled_from(HISTORY_LAYOUTS),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.integers(1, 5),
+    st.sampled_from([8, 16, 24]),
+    st.sampled_from([1, 3, 8, 96]),
+    st.integers(0, 2),
+    st.integers(0, 8),
 )
 def test_a_float_cache_is_copied_or_cast(seed, layout, dtype, target, blocks, tokens, dim, group, count):
     gen = generator(seed)
@@ -86,8 +97,14 @@ def test_a_float_cache_is_copied_or_cast(seed, layout, dtype, target, blocks, to
 
 
 @given(
-    st.integers(0, 2**32), st.sampled_from(HISTORY_LAYOUTS), st.sampled_from(DTYPES), st.booleans(), st.sampled_from([1, 3, 8, 96]),
-    st.sampled_from([1.0, 0.37, 1e-3, 113.0]), st.sampled_from([2.0, 0.11]), st.booleans(),
+    st.integers(0, 2**32),
+    st.sampled_from(HISTORY_LAYOUTS),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.sampled_from([1, 3, 8, 96]),
+    st.sampled_from([1.0, 0.37, 1e-3, 113.0]),
+    st.sampled_from([2.0, 0.11]),
+    st.booleans(),
 )
 def test_an_fp8_cache_is_scaled_in_fp32_and_rounded_once(seed, layout, target, as_bytes, dim, k_scale, v_scale, zero_dim):
     gen = generator(seed)
@@ -116,7 +133,12 @@ def test_every_fp8_byte():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_float_values_keep_their_bits(dtype):
     """NaN payloads aside, every value moves as it is: -0, infinities, denormals."""
-    cache = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-7, -6e-8, 65504.0, 1.0] * 4).to(dtype).repeat(8).reshape(1, 1, 8, 32)
+    cache = (
+        torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-7, -6e-8, 65504.0, 1.0] * 4)
+        .to(dtype)
+        .repeat(8)
+        .reshape(1, 1, 8, 32)
+    )
     staged = sp.StagedPrefillPages(int32([0]), int32([[0]]))
     assert_staged(sp.stage_prefill_pages(cache, staged, dtype), cache)
 
@@ -167,7 +189,9 @@ def test_blocks_past_4_gib():
         cache[block] = torch.randn(1, 8, 8, generator=gen)
     pages = int32([21_999, 21_846, 0, 21_845])
     staged = sp.StagedPrefillPages(pages, int32([[0, 1, 2, 3]]))
-    assert_staged(sp.stage_prefill_pages(cache, staged, torch.bfloat16), ref.stage_prefill_pages(cache, pages.tolist(), torch.bfloat16))
+    assert_staged(
+        sp.stage_prefill_pages(cache, staged, torch.bfloat16), ref.stage_prefill_pages(cache, pages.tolist(), torch.bfloat16)
+    )
 
 
 def test_attention_over_staged_pages_is_attention_over_the_cache():

@@ -23,8 +23,13 @@ def assert_stored(actual, expected, slots, cache):
 
 
 @given(
-    st.integers(0, 2**32), st.integers(0, 90), st.integers(1, 4), st.sampled_from(STRIDES), st.integers(0, 200),
-    st.sampled_from([torch.int32, torch.int64]), st.sampled_from([0, 1, 8, 64]),
+    st.integers(0, 2**32),
+    st.integers(0, 90),
+    st.integers(1, 4),
+    st.sampled_from(STRIDES),
+    st.integers(0, 200),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.sampled_from([0, 1, 8, 64]),
 )
 def test_store_is_the_reference(seed, n, blocks, stride, offset, dtype, pad):
     gen = generator(seed)
@@ -95,7 +100,9 @@ def test_a_slot_given_twice_holds_one_of_the_keys_whole(seed):
     gen = generator(seed)
     cache = index_cache(1)
     n = 40
-    keys = (torch.randn(n, 128, generator=gen) * torch.exp2(torch.randn(n, 4, generator=gen) * 4).repeat_interleave(32, 1)).bfloat16()
+    keys = (
+        torch.randn(n, 128, generator=gen) * torch.exp2(torch.randn(n, 4, generator=gen) * 4).repeat_interleave(32, 1)
+    ).bfloat16()
     slots = torch.randint(0, 6, (n,), generator=gen)
     sp.store_index_keys(keys, cache, slots)
     packed, scale = ref.quantize_mxfp4(keys)

@@ -22,11 +22,20 @@ def same_values(a, b):
 
 
 @given(
-    st.integers(0, 2**32), st.sampled_from(HISTORY_LAYOUTS), st.sampled_from(DTYPES), st.integers(1, 4), st.sampled_from([8, 16, 24, 64]),
-    st.sampled_from([1, 3, 64]), st.integers(1, 3), st.integers(0, 2), st.integers(0, 33),
+    st.integers(0, 2**32),
+    st.sampled_from(HISTORY_LAYOUTS),
+    st.sampled_from(DTYPES),
+    st.integers(1, 4),
+    st.sampled_from([8, 16, 24, 64]),
+    st.sampled_from([1, 3, 64]),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(0, 33),
 )
 def test_every_page_of_the_view_is_eight_tokens_of_its_block(seed, layout, dtype, blocks, tokens, dim, groups, group, offset):
-    cache = filled(kv_cache(blocks, tokens, dim, dtype, layout=layout, groups=groups, group=group, offset=offset), generator(seed))
+    cache = filled(
+        kv_cache(blocks, tokens, dim, dtype, layout=layout, groups=groups, group=group, offset=offset), generator(seed)
+    )
     stride = ref.kv_page_stride(cache)
     assert sp.kv_page_stride(cache) == stride and sp.kv_page_count(cache) == ref.view_size(cache)
     k, v = sp.view_sparse_kv_pages(cache)
