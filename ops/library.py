@@ -4,8 +4,8 @@ Everything is registered here, once, from this table:
 
 - ``sparse_prefill.cpu.<stem>.<op>`` is the CPU kernel, ``sparse_prefill.triton.<stem>.<op>`` the CUDA and ROCm one (imported at
   its first call, so that importing the package imports no Triton), ``sparse_prefill.meta.<stem>.<op>`` the fake;
-- ``sparse_prefill.validation.<op>`` checks the arguments, in front of every kernel and every fake, so that a bad argument is named
-  whether an op is called eagerly, through ``torch.ops`` or while a graph is traced.
+- ``sparse_prefill.validation.<op>`` checks the arguments, in front of every kernel and every fake, so that a bad argument is
+  named whether an op is called eagerly, through ``torch.ops`` or while a graph is traced.
 
 ``torch.library.Library`` with explicit schemas is used instead of ``torch.library.custom_op`` because it costs a tenth per call
 and because the view op needs an alias annotation. No schema has defaults: the dispatcher drops an argument that equals one.

@@ -22,7 +22,13 @@ LAYOUTS = ("preshuffled64",)
 
 def _require(condition, message):
     """Raises ValueError(message()) unless ``condition`` holds."""
-    if type(condition) is bool:
+    if torch.compiler.is_dynamo_compiling():
+        # A public function being traced. What can't be decided here, a size the graph leaves open, the op's fake asserts.
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        if not guard_or_true(condition):
+            raise ValueError(message())
+    elif type(condition) is bool:
         if not condition:
             raise ValueError(message())
     else:

@@ -5,30 +5,32 @@ import torch
 from ..meta.view import view_shape
 
 PAGE = 8
-# Elements of K gathered for a tile of rows, and of the pages converted to fp32 at once.
-_TILE = 1 << 22
-_COMPACT = 1 << 26
+# fp32 elements of K gathered for a tile of rows: few enough to stay in cache between the gather and the products.
+_TILE = 5 << 19
+# fp32 elements of K converted together for all rows that share them.
+_COMPACT = 1 << 25
 
 
 def _fp32_pages(cache, ids, k_scale, v_scale):
-    """[ids + 1, 8, 2*dim] fp32 of the named pages, and one page of zeros behind them."""
+    """K and V of the named pages, fp32 [ids + 1, 8*dim] each; the last page is zeros."""
     size, stride = view_shape(cache)
     raw = cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
     width = cache.shape[3]
+    dim = width // 2
     pages = raw.as_strided((size[0], PAGE, width), (stride[0], stride[1], 1), raw.storage_offset())
-    out = torch.zeros((ids.shape[0] + 1, PAGE, width), device=cache.device)
+    k = torch.zeros((ids.shape[0] + 1, PAGE, dim), device=cache.device)
+    v = torch.zeros_like(k)
     step = max(1, _TILE // (PAGE * width))
     for first in range(0, ids.shape[0], step):
         part = pages[ids[first : first + step]]
         if part.dtype is torch.uint8:
             part = part.view(torch.float8_e4m3fn)
-        target = out[first : first + part.shape[0]]
-        target.copy_(part)
+        k[first : first + part.shape[0]].copy_(part[..., :dim])
+        v[first : first + part.shape[0]].copy_(part[..., dim:])
     if raw.dtype is torch.uint8:
-        half = width // 2
-        out[..., :half] *= k_scale
-        out[..., half:] *= v_scale
-    return out
+        k *= k_scale
+        v *= v_scale
+    return k.view(-1, PAGE * dim), v.view(-1, PAGE * dim)
 
 
 def paged_attention(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, backend):
@@ -50,7 +52,7 @@ def paged_attention(query, cache, pages, indptr, last_page_len, owners, out, sca
     row = 0
     while row < live.shape[0]:
         ends = count[live[row:]].cumsum(0)
-        stop = row + max(1, int(torch.searchsorted(ends, _COMPACT // (PAGE * 2 * dim), right=True)))
+        stop = row + max(1, int(torch.searchsorted(ends, _COMPACT // (PAGE * dim), right=True)))
         _attend(query, cache, pages, begin, count, tail, live[row:stop], out, scale, k_scale, v_scale, limit)
         row = stop
 
@@ -65,22 +67,24 @@ def _attend(query, cache, pages, begin, count, tail, rows, out, scale, k_scale, 
     # A page id outside the cache reads the nearest page inside it.
     ids = pages[place].to(torch.int64).clamp(0, limit - 1)
     names, index = torch.unique(ids, return_inverse=True)
-    compact = _fp32_pages(cache, names, k_scale, v_scale)
+    k_pages, v_pages = _fp32_pages(cache, names, k_scale, v_scale)
     index = torch.where(used, index, names.shape[0])
     dim = query.shape[2]
     token = torch.arange(PAGE, device=query.device)
     step = max(1, _TILE // (PAGE * widest * dim))
+    k_tile, v_tile = torch.empty((2, step * widest, PAGE * dim), device=query.device)
     for first in range(0, rows.shape[0], step):
         part = rows[first : first + step]
         n, most = part.shape[0], int(count[part].max())
-        kv = compact[index[first : first + step, :most]]  # [n, most, 8, 2*dim]
+        tile = index[first : first + step, :most].reshape(-1)
+        k = torch.index_select(k_pages, 0, tile, out=k_tile[: n * most]).view(n, most * PAGE, dim)
+        v = torch.index_select(v_pages, 0, tile, out=v_tile[: n * most]).view(n, most, PAGE, dim)
         # Tokens past the last page's length are seen by no row: they must not reach the sum, not even as 0 * NaN.
         line = torch.arange(n, device=query.device)
         last = count[part] - 1
         hidden = token >= tail[part].unsqueeze(1)
-        kv[line, last] = kv[line, last].masked_fill(hidden.unsqueeze(-1), 0.0)
-        kv = kv.view(n, most * PAGE, 2 * dim)
+        v[line, last] = v[line, last].masked_fill(hidden.unsqueeze(-1), 0.0)
         mask = torch.arange(most * PAGE, device=query.device) >= (last * PAGE + tail[part]).unsqueeze(1)
-        logits = torch.bmm(query[part].to(torch.float32) * scale, kv[..., :dim].transpose(1, 2))
+        logits = torch.bmm(query[part].to(torch.float32) * scale, k.transpose(1, 2))
         logits.masked_fill_(mask.unsqueeze(1), -torch.inf)
-        out[part] = torch.bmm(logits.softmax(dim=-1), kv[..., dim:]).to(out.dtype)
+        out[part] = torch.bmm(logits.softmax(dim=-1), v.view(n, most * PAGE, dim)).to(out.dtype)

@@ -79,7 +79,7 @@ def _group_dot(queries, q_rows, keys, k_cols, group, out):
 
 
 def _score_block(queries, keys, weights, heads, begin, end, out):
-    """Logits of all rows of ``queries`` against keys begin..end-1 of one decoded block, written to ``out`` [rows, end - begin]."""
+    """Logits of all ``queries`` against keys begin..end-1 of one decoded block, written to ``out`` [rows, end - begin]."""
     rows = weights.shape[0]
     step = max(1, _SCRATCH // (heads * _MAX_KEYS))
     for row in range(0, rows, step):

@@ -23,7 +23,7 @@ def kv_page_stride(cache: torch.Tensor) -> int:
 
 
 def kv_page_count(cache: torch.Tensor) -> int:
-    """Pages in the view of a cache, gaps included: page ids lie in [0, kv_page_count). Same argument as :func:`kv_page_stride`."""
+    """Pages in the view of a cache, gaps included: ids lie in [0, kv_page_count). Same argument as :func:`kv_page_stride`."""
     validation.kv_cache("kv_page_count", cache)
     return view_shape(cache)[0][0]
 
