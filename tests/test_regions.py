@@ -18,7 +18,7 @@ def selection(positions, k, gen):
         own = max(position // 8, 0)
         n = min(own, k)
         if own > 10_000:
-            selected[r, :n] = torch.arange(n, dtype=torch.int32) * (own // k)
+            selected[r, :n] = torch.arange(n, dtype=torch.int32) * (own // max(k, 1))
         elif n:
             selected[r, :n] = torch.randperm(own, generator=gen)[:n].sort().values.to(torch.int32)
     return selected
