@@ -1,7 +1,7 @@
 """Times the whole sparse prefill of one step on this machine's CPU, op by op: ``python -m sparse_prefill.tools.bench``.
 
-By default 2,048 rows at the end of 32,768 tokens (4,096 region keys), 32 index heads, one KV group of 16 query heads of dim 128, and
-512 history regions a row beside its own. Region keys, queries, keys and values are random.
+By default 2,048 rows at the end of 32,768 tokens (4,096 region keys), 32 index heads, one KV group of 16 query heads of dim 128,
+and 512 history regions a row beside its own. Region keys, queries, keys and values are random.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     peak = peak_bytes()
     # The first step pays for caches and allocations: reported when it is the only one asked about, else beside the best.
     best = min(watches[1:], key=lambda watch: watch.total)
+    names = "rows", "history", "index_heads", "heads", "dim", "regions", "dtype"
     return {
-        "shape": {name: getattr(options, name) for name in ("rows", "history", "index_heads", "heads", "dim", "regions", "dtype")},
+        "shape": {name: getattr(options, name) for name in names},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "stages_seconds": best.seconds,
@@ -130,9 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
         return 0
     print(
-        f"{options.rows:,} rows, {options.history:,} tokens, {options.history // REGION:,} region keys, {options.index_heads} index"
-        f" heads, {options.heads} query heads of dim {options.dim} in {options.dtype}, {options.regions} regions and the row's own;"
-        f" {result['threads']} threads, torch {result['torch']}"
+        f"{options.rows:,} rows, {options.history:,} tokens, {options.history // REGION:,} region keys, {options.index_heads}"
+        f" index heads, {options.heads} query heads of dim {options.dim} in {options.dtype}, {options.regions} regions and the"
+        f" row's own; {result['threads']} threads, torch {result['torch']}"
     )
     for name, seconds in result["stages_seconds"].items():
         print(f"{name:<24}{seconds:9.3f} s  {seconds / result['total_seconds']:5.0%}")

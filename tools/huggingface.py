@@ -19,6 +19,7 @@ group with weight 1.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -40,10 +41,21 @@ from sparse_prefill import (
     store_index_keys,
 )
 
+from .timing import Stopwatch
+
 NAME = "sparse_prefill"
 REGION = 8
 INDEX_PAGE = 64
 INDEX_DIM = 128
+
+# What one layer's step is made of, in order.
+STAGES = (
+    "write cache, summarize",
+    "store index keys",
+    "stage, score, select",
+    "regions and page ids",
+    "attention over pages",
+)
 
 
 class Step(NamedTuple):
@@ -107,7 +119,9 @@ class SparsePrefillContext:
         projection: None, or fp32 [head_dim, 128] where head_dim exceeds the 128 elements of an index key: a fixed orthonormal
             basis that keys and queries are projected on before they are indexed. Heads up to 128 are padded with zeros instead.
         seconds: host time spent in the attention step so far, all layers together.
-        record: None, or a list that receives (layer, group, regions) of every layer and group, step by step; only where ``compiled`` is off.
+        watch: None, or a :class:`~sparse_prefill.tools.timing.Stopwatch` that times the stages; only where ``compiled`` is off.
+        record: None, or a list that receives (layer, group, regions) of every layer and group, step by step; only where
+            ``compiled`` is off.
     """
 
     kv_caches: list[torch.Tensor]
@@ -129,6 +143,7 @@ class SparsePrefillContext:
     projection: torch.Tensor | None = None
     step: Step | None = None
     seconds: float = 0.0
+    watch: Stopwatch | None = None
     record: list[tuple[int, int, torch.Tensor]] | None = field(default=None, repr=False)
 
     @classmethod
@@ -348,6 +363,10 @@ def _index_keys(kv_cache, region_sums, step):
     return means - before
 
 
+def _untimed(name):
+    return contextlib.nullcontext()
+
+
 def sparse_attention_step(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -361,6 +380,7 @@ def sparse_attention_step(
     keep_last: int,
     projection: torch.Tensor | None = None,
     record: list[torch.Tensor] | None = None,
+    watch: Stopwatch | None = None,
 ) -> torch.Tensor:
     """One layer's sparse prefill of one step, from keys to attention output; one graph under ``torch.compile(fullgraph=True)``.
 
@@ -375,6 +395,7 @@ def sparse_attention_step(
         keep_first, keep_last, projection: see :class:`SparsePrefillContext`.
         seconds: host time spent in the attention step so far, all layers together.
         record: None, or a list that receives each group's regions, int32 [T, budget].
+        watch: None, or what times the stages; not under torch.compile.
 
     Returns:
         [T, query heads, head_dim].
@@ -390,33 +411,37 @@ def sparse_attention_step(
     torch._check(step.region_pages.shape[1] == step.region_blocks.shape[1])
     torch._check(step.region_slots.shape[0] == step.region_blocks.shape[0] * step.region_blocks.shape[1])
 
-    kv_cache[step.kv_blocks, :, step.kv_offsets] = torch.cat([key, value], dim=-1)
-    index_keys = _to_index(_index_keys(kv_cache, region_sums, step), projection)
+    stage = watch.stage if watch is not None else _untimed
+    with stage(STAGES[0]):
+        kv_cache[step.kv_blocks, :, step.kv_offsets] = torch.cat([key, value], dim=-1)
+        index_keys = _to_index(_index_keys(kv_cache, region_sums, step), projection)
     outputs = []
     for group in range(groups):
         own = query[:, group * heads : (group + 1) * heads]
         cache = kv_cache[:, group : group + 1]
-        store_index_keys(
-            index_keys[:, :, group].reshape(-1, INDEX_DIM), index_caches[group], step.region_slots
-        )
-        # Rows of requests that have no region yet are in no chunk and stay at -1.
-        selected = step.unselected.clone()
-        prefill_chunks(
-            _to_index(own, projection),
-            step.weights,
-            index_caches[group],
-            selected,
-            step.index,
-            1,
-            1,
-            1.0,
-            keep_first=keep_first,
-            keep_last=keep_last,
-        )
-        regions = append_own_region(selected, step.positions)
-        plan.prepare_chunk(0, own, cache, regions, step.table, step.owners)
-        out = torch.empty_like(own, memory_format=torch.contiguous_format)
-        plan.finish(None, cache, out)
+        with stage(STAGES[1]):
+            store_index_keys(index_keys[:, :, group].reshape(-1, INDEX_DIM), index_caches[group], step.region_slots)
+        with stage(STAGES[2]):
+            # Rows of requests that have no region yet are in no chunk and stay at -1.
+            selected = step.unselected.clone()
+            prefill_chunks(
+                _to_index(own, projection),
+                step.weights,
+                index_caches[group],
+                selected,
+                step.index,
+                1,
+                1,
+                1.0,
+                keep_first=keep_first,
+                keep_last=keep_last,
+            )
+        with stage(STAGES[3]):
+            regions = append_own_region(selected, step.positions)
+            plan.prepare_chunk(0, own, cache, regions, step.table, step.owners)
+        with stage(STAGES[4]):
+            out = torch.empty_like(own, memory_format=torch.contiguous_format)
+            plan.finish(None, cache, out)
         outputs.append(out)
         if record is not None:
             record.append(regions)
@@ -508,7 +533,7 @@ def sparse_prefill_attention(
         out = compiled_attention_step()(*inputs, *state, *settings)
     else:
         record = None if context.record is None else []
-        out = sparse_attention_step(*inputs, *state, *settings, record)
+        out = sparse_attention_step(*inputs, *state, *settings, record, context.watch)
         if record is not None:
             context.record.extend((layer, group, regions) for group, regions in enumerate(record))
     context.seconds += time.perf_counter() - start
