@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from samples import (
     HISTORY_LAYOUTS,
@@ -20,8 +19,10 @@ from samples import (
     random_query,
     random_regions,
 )
-from sparse_prefill.library import OPS
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sparse_prefill as sp
+from sparse_prefill.library import OPS
 
 NAMESPACE = torch.ops.sparse_prefill
 # Registered once each; exact strides, because kernels see what eager code passes.
@@ -136,7 +137,7 @@ def attention_sample(rows=4, heads=2, dtype=torch.float32, source=None):
     cache, scales = sample.cache, (None, None)
     if source == torch.float8_e4m3fn:
         cache, scales = cache.view(torch.uint8), (torch.tensor([0.5]), torch.tensor([2.0]))
-    return query, cache, pages, int32(indptr), int32(last_page_len), owners, out, 0.3, *scales, "torch"
+    return query, cache, pages, int32(indptr), int32(last_page_len), owners, out, 0.3, *scales, "auto"
 
 
 SAMPLES = {

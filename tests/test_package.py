@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 import sparse_prefill as sp
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +35,7 @@ def test_import_costs_less_than_300_ms_over_torch():
         import sparse_prefill
         print(time.perf_counter() - start)
     """
-    assert min(float(run(script).stdout) for _ in range(3)) < 0.3
+    assert any(float(run(script).stdout) < 0.3 for _ in range(3))  # the quickest of three: other processes slow an import down
 
 
 def test_import_drags_in_no_heavy_module():
@@ -84,13 +85,16 @@ def test_the_source_folder_imported_as_a_package_is_refused(statement):
     assert "ImportError" in result.stderr and "sparse_prefill" in result.stderr
 
 
-def test_importing_twice_is_once():
+def test_importing_twice_is_once_and_ops_outlive_the_name():
+    """The library object is held at module level: ops survive garbage collection and a dropped reference to the package."""
     script = """
-        import importlib, sparse_prefill
-        first = sparse_prefill
-        assert importlib.import_module("sparse_prefill") is first
-        from sparse_prefill import select_keys
-        assert select_keys is first.select_keys
+        import gc, importlib, torch
+        import sparse_prefill
+        assert importlib.import_module("sparse_prefill") is sparse_prefill
+        op = torch.ops.sparse_prefill.append_own_region
+        del sparse_prefill
+        gc.collect()
+        assert op(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([9])).tolist() == [[0, 1]]
     """
     run(script)
 
@@ -126,19 +130,6 @@ def test_a_forked_process_runs_ops():
         if child == 0:
             os._exit(0 if call() == expected else 1)
         assert os.waitpid(child, 0)[1] == 0
-    """
-    run(script)
-
-
-def test_ops_outlive_the_module_that_defined_them():
-    """The library object is held: ops survive garbage collection and a dropped module reference."""
-    script = """
-        import gc, torch
-        import sparse_prefill
-        op = torch.ops.sparse_prefill.append_own_region
-        del sparse_prefill
-        gc.collect()
-        assert op(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([9])).tolist() == [[0, 1]]
     """
     run(script)
 
@@ -205,17 +196,18 @@ def test_the_readmes_example_runs_as_printed():
 
 
 def test_the_compile_cache_keeps_its_meaning(tmp_path):
-    """Two processes share Inductor's cache: the second finds the first's code and computes the same."""
+    """Two processes share Inductor's cache: the second finds the first's graph and computes what eager code does."""
     script = """
         import torch, sparse_prefill as sp
         torch.manual_seed(0)
         logits = torch.randn(4, 30)
-        ks = torch.zeros(4, dtype=torch.int32)
-        step = torch.compile(lambda x: sp.append_own_region(sp.select_keys(x, ks, ks + 30, 3), torch.full((4,), 250)), fullgraph=True)
+        ks, positions = torch.zeros(4, dtype=torch.int32), torch.full((4,), 250)
+
+        def step(x):
+            return sp.append_own_region(sp.select_keys(x, ks, ks + 30, 3), positions)
+
         with torch.no_grad():
-            print(step(logits).tolist())
+            assert torch.equal(torch.compile(step, fullgraph=True)(logits), step(logits))
     """
-    first, second = (run(script, timeout=300, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stdout for _ in range(2))
-    assert first == second and first
-    eager = run(script.replace("torch.compile(", "(lambda f, **_: f)(")).stdout
-    assert eager == first
+    for _ in range(2):
+        run(script, timeout=300, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
