@@ -22,7 +22,8 @@ settings.register_profile(
 )
 settings.load_profile("default")
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+# Sizes are small: more threads would spend most of their time waiting for each other, above all beside other processes.
+torch.set_num_threads(1)
 
 
 @pytest.fixture

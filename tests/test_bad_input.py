@@ -1,8 +1,8 @@
 """Every argument of every public function, wrong in every way: an error that names it, what it was and what it must be.
 
-A function that writes leaves its buffers as they were. Each function has one entry in FUNCTIONS: a builder of good arguments and
-the names of those it writes; CASES changes one argument at a time. Faults that any tensor can have (another type, dtype, number of
-dimensions or device, requiring grad) are generated for all of them.
+A function that writes leaves its buffers as they were. Each function has an entry in FUNCTIONS: a builder of good arguments and
+the names of those it writes; CASES changes one argument at a time. Faults that any tensor can have (another type, dtype, rank,
+device, requiring grad) are generated for all of them.
 """
 
 from dataclasses import dataclass, field

@@ -150,6 +150,18 @@ def test_logit_bits_depend_on_row_and_key_alone():
     assert torch.equal(one, whole[200:201, :64])
 
 
+def test_logit_bits_do_not_depend_on_the_number_of_threads():
+    q, q_scale, payload, scales, weights, ks, ke = random_case(16, 300, 9, 1000, scale_range=(121, 132))
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            results.append(sp.score_keys((q, q_scale), payload, scales, weights, ks, ke, 1000))
+        finally:
+            torch.set_num_threads(1)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize("heads", [1, 9, 33])
 def test_logit_bits_are_the_same_for_any_number_of_other_rows(heads):
     q, q_scale, payload, scales, weights, _, _ = random_case(3, 40, heads, 128, scale_range=(115, 135))

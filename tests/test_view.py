@@ -101,7 +101,7 @@ def test_meta_device():
 
 
 class TestCompiled:
-    """A graph that reads through the view is right or raises: graph inputs, caches sliced in the graph, writes before the view."""
+    """A graph that reads through the view is right or raises: graph inputs, caches sliced in the graph, writes before it."""
 
     @pytest.fixture(autouse=True)
     def _fresh(self, fresh_compile):
