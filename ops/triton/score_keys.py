@@ -28,12 +28,13 @@ class ScoreConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None  # None: the compiler's choice
+    hopper: bool  # whether score_hopper's kernel runs
     gpu: str
     date: str
 
 
-EXACT = ScoreConfig(columns=256, block_keys=64, span=32, num_warps=8, num_stages=3, max_registers=128, gpu="NVIDIA H200", date="2026-11-30")
-FAST = ScoreConfig(columns=256, block_keys=64, span=32, num_warps=8, num_stages=3, max_registers=128, gpu="NVIDIA H200", date="2026-11-30")
+EXACT = ScoreConfig(columns=256, block_keys=64, span=32, num_warps=8, num_stages=3, max_registers=128, hopper=False, gpu="NVIDIA H200", date="2026-11-30")
+FAST = ScoreConfig(columns=256, block_keys=64, span=32, num_warps=8, num_stages=3, max_registers=128, hopper=False, gpu="NVIDIA H200", date="2026-11-30")
 
 # Triton's interpreter multiplies bf16 bit patterns as integers, so it gets fp32, which holds the same products exactly.
 _OPERAND = torch.float32 if triton.knobs.runtime.interpret else torch.bfloat16
@@ -78,11 +79,14 @@ def decode_queries_kernel(
     PADDED: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """One row's heads to bf16 [PADDED, 128] and its weights to fp32 [PADDED]; heads past HEADS and rows past num_rows are 0."""
+    """One row's heads to bf16 [PADDED, 128] and its weights to fp32 [PADDED].
+
+    Heads past HEADS are 0; rows past the last are the last again.
+    """
     row = tl.program_id(0).to(tl.int64)
-    source = first_row + row * row_step
+    source = first_row + tl.minimum(row, num_rows - 1) * row_step
     head = tl.arange(0, PADDED)
-    live = (head < HEADS) & (row < num_rows)
+    live = head < HEADS
     offset = head.to(tl.int64)
     element = tl.arange(0, DIM)
     if QUANTIZED:
@@ -128,19 +132,20 @@ def score_kernel(
     SPAN: tl.constexpr,
     STAGES: tl.constexpr,
     FILL: tl.constexpr,
+    WIDTH: tl.constexpr = 256,
 ):
     """Logits of ROWS rows against SPAN tiles of BLOCK keys.
 
-    ``queries`` [rows, HEADS, 128] and ``keys`` [num_keys, 128] are decoded; rows and keys are padded to whole tiles. Column n of
-    ``logits`` is key first_key + n of the request set; windows count from the set's first key.
+    ``queries`` [rows, HEADS, 128], padded to whole tiles with copies of the last row, and ``keys`` [num_keys, 128], a whole number
+    of tiles, are decoded. Column n of ``logits`` is key first_key + n of the request set; windows count from the set's first key.
     """
     block = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * (SPAN * BLOCK)
     end = tl.minimum(begin + SPAN * BLOCK, num_keys)
-    row = block * ROWS + tl.arange(0, ROWS)
-    live = row < num_rows
-    start = tl.load(ks + window_first + row * window_step, mask=live, other=0)
-    stop = tl.load(ke + window_first + row * window_step, mask=live, other=0)
+    # Rows past the last are the last again, in the queries too: they store the same bits to the same place.
+    row = tl.minimum(block * ROWS + tl.arange(0, ROWS), num_rows - 1)
+    start = tl.load(ks + window_first + row * window_step)
+    stop = tl.load(ke + window_first + row * window_step)
     # Windows relative to the first key, cut to this span: the tiles of their hull are the only ones computed.
     start = tl.minimum(tl.maximum(start, first_key), first_key + num_keys) - first_key
     stop = tl.minimum(tl.maximum(stop, first_key), first_key + num_keys) - first_key
@@ -152,16 +157,6 @@ def score_kernel(
     some = tl.max(crosses.to(tl.int32), axis=0) > 0
     target = logits + row * logits_stride
     column = tl.arange(0, BLOCK)
-    if FILL:
-        first_fill = tl.where(some, first_tile, (end + BLOCK - 1) // BLOCK)
-        last_fill = tl.where(some, last_tile, (end + BLOCK - 1) // BLOCK)
-        nothing = tl.full([BLOCK, ROWS], float("-inf"), dtype=tl.float32)
-        for tile in range(begin // BLOCK, first_fill):
-            n = tile * BLOCK + column
-            tl.store(target[None, :] + n[:, None], nothing, mask=live[None, :] & (n < num_keys)[:, None])
-        for tile in range(last_fill, (end + BLOCK - 1) // BLOCK):
-            n = tile * BLOCK + column
-            tl.store(target[None, :] + n[:, None], nothing, mask=live[None, :] & (n < num_keys)[:, None])
     if some:
         element = tl.arange(0, DIM)
         heads = tl.arange(0, ROWS * HEADS)
@@ -177,15 +172,31 @@ def score_kernel(
             dot = tl.maximum(dot, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
             logit = tl.sum(tl.reshape(dot, [BLOCK, ROWS, HEADS]), axis=2) + 0.0
             n = tile * BLOCK + column
-            if FILL:
-                window = (n[:, None] >= start[None, :]) & (n[:, None] < stop[None, :])
-                logit = tl.where(window, logit, float("-inf"))
-            tl.store(target[None, :] + n[:, None], logit, mask=live[None, :] & (n < num_keys)[:, None])
+            tl.store(target[None, :] + n[:, None], logit)
+    if FILL:
+        # -inf outside the windows, over what the outermost tiles left there.
+        tl.debug_barrier()
+        low = tl.where(crosses, low, end)
+        high = tl.where(crosses, high, end)
+        lane = tl.arange(0, WIDTH)
+        nothing = tl.full([ROWS, WIDTH], float("-inf"), dtype=tl.float32)
+        for n in range(begin, tl.max(low, axis=0), WIDTH):
+            tl.store(target[:, None] + (n + lane)[None, :], nothing, mask=(n + lane)[None, :] < low[:, None])
+        for n in range(tl.min(high, axis=0) // 32 * 32, end, WIDTH):
+            inside = ((n + lane)[None, :] >= high[:, None]) & ((n + lane)[None, :] < end)
+            tl.store(target[:, None] + (n + lane)[None, :], nothing, mask=inside)
+
 
 
 def register_limit(registers):
     """Launch options that cap a thread's registers, where the compiler has such an option."""
     return {} if registers is None or torch.version.hip is not None else {"maxnreg": registers}
+
+
+def _hopper():
+    from . import score_hopper
+
+    return score_hopper
 
 
 def padded_heads(heads):
@@ -209,6 +220,7 @@ class Operands:
         self.keys = torch.empty((padded, DIM.value), dtype=_OPERAND, device=device)
         self.queries = torch.empty((self.max_rows, self.heads, DIM.value), dtype=_OPERAND, device=device)
         self.weights = torch.empty((self.max_rows, self.heads), dtype=torch.float32, device=device)
+        self._copied = None
 
     def decode_keys(self, payload, scales, first, count):
         """Decodes keys first .. first + count - 1; both are multiples of 64 and count is at most ``max_keys``."""
@@ -242,13 +254,23 @@ class Operands:
         )
 
     def score(self, ks, ke, window_first, window_step, num_rows, first_key, num_keys, logits, fill):
-        """Scores the decoded rows against the decoded keys; ``logits`` is [rows, columns] from key ``first_key`` on."""
+        """Scores the decoded rows against the decoded keys; ``logits`` is [rows, columns] from key ``first_key`` on.
+
+        ``num_keys`` is a multiple of 64, and logits has so many columns. With ``fill`` columns outside a window become -inf, else
+        they are left undefined.
+        """
         config = self.config
         grid = (triton.cdiv(num_rows, self.rows_per_tile), triton.cdiv(num_keys, config.block_keys * config.span))
-        score_kernel[grid](
-            self.queries,
+        if config.hopper:
+            kernel = _hopper().score_kernel
+            queries, keys = self._descriptors()
+            extra = {"WARPS": config.num_warps}
+        else:
+            kernel, queries, keys, extra = score_kernel, self.queries, self.keys, register_limit(config.max_registers)
+        kernel[grid](
+            queries,
             self.weights,
-            self.keys,
+            keys,
             ks,
             ke,
             logits,
@@ -265,8 +287,15 @@ class Operands:
             STAGES=config.num_stages,
             FILL=fill,
             num_warps=config.num_warps,
-            **register_limit(config.max_registers),
+            **extra,
         )
+
+    def _descriptors(self):
+        if self._copied is None:
+            half = self.rows_per_tile * self.heads // 2
+            hopper = _hopper()
+            self._copied = hopper.descriptor(self.queries.view(-1, DIM.value), half), hopper.descriptor(self.keys, self.config.block_keys)
+        return self._copied
 
 
 def score_keys(q, q_scale, payload, scales, weights, ks, ke, weight_scale, precision, config=EXACT):

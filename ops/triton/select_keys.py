@@ -1,10 +1,11 @@
 """The k largest logits of each row's window, as ascending window-relative indices; equal logits prefer the smaller index.
 
-A row's window is streamed once. A sample gives a threshold that lets a little more than k logits through; those are compacted in
-index order into scratch, and the exact k-th largest of them is found by bisection in registers. Among logits equal to the
-threshold at most the first k can be selected, so no number of ties overflows the scratch. Where the sample misjudged the row (too
-few passed, or too many), the row is streamed again with another threshold and at last with the exact one, which never fails: the
-result does not depend on the sample.
+One program selects one row. A sample of the window gives a threshold that lets a little more than k logits through; one pass over
+the window turns it into bit masks, 32 columns a word, of the logits above the threshold and of those equal to it; the columns of
+set bits are listed in order, and the exact k-th largest of them is found by bisection in registers. Where fewer than k lie above,
+the list is completed by the first that are equal, so ties never overflow it. Where the sample misjudged the window (too few
+passed, or too many), another threshold is tried and at last the exact one, which never fails: the result does not depend on the
+sample.
 """
 
 from dataclasses import dataclass
@@ -18,25 +19,23 @@ from .score_keys import register_limit
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """``block`` elements are streamed at a time by ``num_warps`` warps after a sample of ``sample``, twice that for windows of
-    over ``long`` columns; the last step gives each warp ``finish`` candidates."""
+    """``words`` words of 32 columns are marked at a time, after a sample of ``sample``, twice that for windows of over ``long``
+    columns."""
 
-    block: int
+    words: int
     num_warps: int
-    num_stages: int
     sample: int
     long: int
-    finish: int
     max_registers: int | None  # None: the compiler's choice
     gpu: str
     date: str
 
 
 SELECT = SelectConfig(
-    block=4096, num_warps=8, num_stages=2, sample=4096, long=1 << 17, finish=512, max_registers=None, gpu="NVIDIA H200", date="2026-11-30"
+    words=128, num_warps=8, sample=4096, long=1 << 17, max_registers=None, gpu="NVIDIA H200", date="2026-11-30"
 )
 
-# Bytes of candidates held at once.
+# Bytes of masks and lists held at once.
 SCRATCH_BYTES = 1 << 27
 
 
@@ -54,10 +53,11 @@ def _unorder(order):
 
 
 @triton.jit
-def _kth(order, rank, slack):
-    """A t such that between ``rank`` and ``rank + slack`` entries are >= t, or the rank-th largest entry."""
-    low = tl.min(order, axis=0)
-    high = tl.max(order, axis=0)
+def _kth(order, low, high, rank, slack):
+    """A t such that between ``rank`` and ``rank + slack`` entries are >= t, or the rank-th largest entry.
+
+    At least ``rank`` entries are >= ``low``, and none is > ``high``.
+    """
     while low < high:
         # The mean, rounded up, without overflow.
         middle = (low | high) - ((low ^ high) >> 1)
@@ -69,6 +69,19 @@ def _kth(order, rank, slack):
         else:
             high = middle - 1
     return low
+
+
+@triton.jit
+def _count_bits(word):
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
 
 
 @triton.jit
@@ -113,226 +126,226 @@ def _exact_threshold(base, n, k, keep_first, keep_last, BLOCK: tl.constexpr, KEE
 
 
 @triton.jit
-def _compact(
-    base, n, threshold, k, keep_first, keep_last, candidates, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Writes the columns above ``threshold`` and the first k equal to it, in index order; returns their number.
-
-    Columns past CAPACITY are counted, not written.
-    """
-    count = 0
-    room = k
-    lane = tl.arange(0, BLOCK)
-    for start in tl.range(0, n, BLOCK, num_stages=STAGES):
-        column = start + lane
-        inside = column < n
-        x = tl.load(base + column, mask=inside, other=float("-inf"))
+def _mark(base, n, threshold, above, equal, WORDS: tl.constexpr):
+    """Words of bits, one a column: above the threshold, and equal to it. Bits of columns past the window are undefined."""
+    word = tl.arange(0, WORDS)
+    bit = tl.arange(0, 32)
+    one = (tl.full([32], 1, dtype=tl.uint32) << bit.to(tl.uint32))[None, :]
+    column = word[:, None] * 32 + bit[None, :]
+    for start in range(0, (n + 31) // 32, WORDS):
+        x = tl.load(base + start * 32 + column, mask=column < n - start * 32, other=0.0)
         x = tl.where(x != x, float("-inf"), x)
-        above = x > threshold
-        equal = (x == threshold) & inside
-        if KEEP:
-            forced = _forced(column, n, keep_first, keep_last) & inside
-            above = above | forced
-            equal = equal & (forced == 0)
-        # Both running counts in one scan: BLOCK is under 2^16.
-        scan = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
-        ties = scan >> 16
-        position = count + (scan & 0xFFFF) + tl.minimum(ties, room) - 1
-        keep = (above | (equal & (ties <= room))) & (position < CAPACITY)
-        order = _order(x)
-        if KEEP:
-            order = tl.where(forced, 0x7FFFFFFF, order)
-        tl.store(candidates + position, (order.to(tl.int64) << 32) | column, mask=keep)
-        total = tl.max(scan, axis=0)
-        taken = tl.minimum(total >> 16, room)
-        count += (total & 0xFFFF) + taken
-        room -= taken
-    return count
+        tl.store(above + start + word, tl.reduce(tl.where(x > threshold, one, 0), 1, _or))
+        tl.store(equal + start + word, tl.reduce(tl.where(x == threshold, one, 0), 1, _or))
 
 
 @triton.jit
-def _window(ks, ke, window_first, window_step, row, num_columns):
-    """First column and length of a row's window, cut to the columns there are."""
-    window = window_first + row * window_step
-    first = tl.minimum(tl.maximum(tl.load(ks + window), 0), num_columns)
-    last = tl.minimum(tl.maximum(tl.load(ke + window), 0), num_columns)
-    return first, tl.maximum(last - first, 0)
+def _words(above, equal, start, n, keep_first, keep_last, WORDS: tl.constexpr, KEEP: tl.constexpr):
+    """The marks of WORDS words from ``start`` on, cut to the window, forced columns above."""
+    word = start + tl.arange(0, WORDS)
+    live = word < (n + 31) // 32
+    over = tl.load(above + word, mask=live, other=0)
+    tied = tl.load(equal + word, mask=live, other=0)
+    inside = _low_bits(n - word * 32)
+    over &= inside
+    tied &= inside
+    if KEEP:
+        forced = (_low_bits(keep_first - word * 32) | (_low_bits(n - keep_last - word * 32) ^ 0xFFFFFFFF)) & inside
+        forced = tl.where(live, forced, 0)
+        over |= forced
+        tied &= forced ^ 0xFFFFFFFF
+    return over, tied
 
 
-@triton.jit(do_not_specialize=["window_first", "window_step", "num_columns", "k", "keep_first", "keep_last"])
-def compact_kernel(
+@triton.jit
+def _low_bits(count):
+    """Words with the lowest ``count`` bits set; all of them from 32 on, none up to 0."""
+    part = (tl.full(count.shape, 1, dtype=tl.uint32) << (tl.minimum(tl.maximum(count, 0), 31)).to(tl.uint32)) - 1
+    return tl.where(count >= 32, 0xFFFFFFFF, part).to(tl.uint32)
+
+
+@triton.jit
+def _count(above, equal, n, keep_first, keep_last, WORDS: tl.constexpr, KEEP: tl.constexpr):
+    over_count = 0
+    tied_count = 0
+    for start in range(0, (n + 31) // 32, WORDS):
+        over, tied = _words(above, equal, start, n, keep_first, keep_last, WORDS, KEEP)
+        over_count += tl.sum(_count_bits(over), axis=0)
+        tied_count += tl.sum(_count_bits(tied), axis=0)
+    return over_count, tied_count
+
+
+@triton.jit
+def _list(above, equal, columns, n, ties, keep_first, keep_last, WORDS: tl.constexpr, KEEP: tl.constexpr):
+    """Columns of the marks above and of the first ``ties`` equal ones, in order."""
+    count = 0
+    for start in range(0, (n + 31) // 32, WORDS):
+        over, tied = _words(above, equal, start, n, keep_first, keep_last, WORDS, KEEP)
+        tied_count = _count_bits(tied)
+        before = tl.cumsum(tied_count, axis=0) - tied_count
+        room = tl.minimum(tl.maximum(ties - before, 0), tied_count)
+        kept = _count_bits(over) + room
+        last = tl.cumsum(kept, axis=0)
+        position = count + last - kept
+        bits = over | tl.where(room > 0, tied, 0)
+        column = (start + tl.arange(0, WORDS)) * 32
+        for _ in range(tl.max(_count_bits(bits), axis=0)):
+            lowest = bits & (0 - bits)
+            tie = (tied & lowest) != 0
+            emit = (lowest != 0) & ((tie == 0) | (room > 0))
+            # A power of two's exponent is its bit's number.
+            place = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            tl.store(columns + position, column + place, mask=emit)
+            position += emit.to(tl.int32)
+            room -= tie.to(tl.int32)
+            bits ^= lowest
+        count += tl.max(last, axis=0)
+        ties -= tl.minimum(tl.sum(tied_count, axis=0), ties)
+
+
+@triton.jit(do_not_specialize=["window_first", "window_step", "out_step", "num_columns", "k", "keep_first", "keep_last", "num_words"])
+def select_kernel(
     logits,
     ks,
     ke,
-    candidates,
-    counts,
+    out,
+    marks,
+    lists,
     window_first,
     window_step,
+    out_step,
     num_columns,
+    num_words,
     k,
     keep_first,
     keep_last,
     logits_stride,
     CAPACITY: tl.constexpr,
     SAMPLE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    LISTED: tl.constexpr,
     KEEP: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """One row's candidates to scratch row ``program_id``: every one of the k selected columns, and at most CAPACITY."""
+    """Selects row ``program_id`` of ``logits``, with ``marks`` [rows, 2, num_words] and ``lists`` [rows, CAPACITY] as scratch."""
     row = tl.program_id(0).to(tl.int64)
-    first, n = _window(ks, ke, window_first, window_step, row, num_columns)
+    window = window_first + row * window_step
+    first = tl.minimum(tl.maximum(tl.load(ks + window), 0), num_columns)
+    n = tl.maximum(tl.minimum(tl.maximum(tl.load(ke + window), 0), num_columns) - first, 0)
     base = logits + row * logits_stride + first
-    candidates += row * CAPACITY
-    # Shorter windows are their own candidates.
-    if n > CAPACITY:
-        # Expected to pass: half the scratch, midway between too few and, with k ties, too many.
-        rank = tl.maximum(CAPACITY // 2 * SAMPLE // n, 1)
-        step = n // (SAMPLE // 4)
-        attempt = 0
-        while attempt < 4:
-            if attempt < 3:
-                quad = tl.arange(0, SAMPLE // 4) * step
-                column = tl.minimum(quad[:, None] + tl.arange(0, 4)[None, :], n - 1)
-                sample = tl.reshape(_order(tl.load(base + column)), [SAMPLE])
-                threshold = _kth(sample, rank, rank // 16)
-            else:
-                threshold = _exact_threshold(base, n, k, keep_first, keep_last, BLOCK // 4, KEEP)
-            count = _compact(
-                base, n, _unorder(threshold), k, keep_first, keep_last, candidates, CAPACITY, BLOCK, KEEP, STAGES
-            )
-            attempt += 1
-            if count < k:
-                rank = tl.minimum(rank * 2, SAMPLE)
-            elif count > CAPACITY:
-                rank = tl.maximum(rank // 2, 1)
-            else:
-                attempt = 4
-                tl.store(counts + row, count)
-
-
-@triton.jit(do_not_specialize=["window_first", "window_step", "out_step", "num_columns", "k", "keep_first", "keep_last"])
-def select_kernel(
-    logits,
-    ks,
-    ke,
-    out,
-    candidates,
-    counts,
-    window_first,
-    window_step,
-    out_step,
-    num_columns,
-    k,
-    keep_first,
-    keep_last,
-    logits_stride,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEEP: tl.constexpr,
-):
-    """The exact selection of one row among its candidates, which are in index order."""
-    row = tl.program_id(0).to(tl.int64)
-    first, n = _window(ks, ke, window_first, window_step, row, num_columns)
     target = out + row * out_step
+    slot = tl.arange(0, CAPACITY)
     if n <= k:
-        for start in range(0, k, BLOCK):
-            column = start + tl.arange(0, BLOCK)
+        for start in range(0, k, CAPACITY):
+            column = start + slot
             tl.store(target + column, tl.where(column < n, column, -1), mask=column < k)
     else:
-        slot = tl.arange(0, CAPACITY)
-        compacted = n > CAPACITY
-        if compacted:
-            count = tl.load(counts + row)
-            pair = tl.load(candidates + row * CAPACITY + slot, mask=slot < count, other=-0x8000000000000000)
-            order = (pair >> 32).to(tl.int32)
+        count = n
+        low = tl.full([], -0x7FFFFFFF, dtype=tl.int32)
+        above = marks + row * (2 * num_words)
+        equal = above + num_words
+        columns = lists + row * CAPACITY
+        if n > CAPACITY:
+            # Aim midway between too few and too many; forced columns pass in any case.
+            forced = keep_first + keep_last
+            rank = tl.maximum(((k + CAPACITY) // 2 - forced).to(tl.int64) * SAMPLE // n, 1).to(tl.int32)
+            step = n // (SAMPLE // 4)
+            over = 0
+            tied = 0
+            attempt = 0
+            while attempt < 4:
+                if attempt < 3:
+                    quad = tl.arange(0, SAMPLE // 4) * step
+                    column = tl.minimum(quad[:, None] + tl.arange(0, 4)[None, :], n - 1)
+                    sample = tl.reshape(_order(tl.load(base + column)), [SAMPLE])
+                    threshold = _kth(sample, tl.min(sample, axis=0), tl.max(sample, axis=0), rank, rank // 16)
+                else:
+                    threshold = _exact_threshold(base, n, k, keep_first, keep_last, 1024, KEEP)
+                _mark(base, n, _unorder(threshold), above, equal, WORDS)
+                # Other threads of the program read what these wrote.
+                tl.debug_barrier()
+                over, tied = _count(above, equal, n, keep_first, keep_last, LISTED, KEEP)
+                tl.debug_barrier()
+                low = threshold
+                attempt += 1
+                if over + tied < k:
+                    rank = tl.minimum(rank * 2, SAMPLE)
+                elif over > CAPACITY:
+                    rank = tl.maximum(rank // 2, 1)
+                else:
+                    attempt = 4
+            ties = tl.maximum(k - over, 0)
+            count = over + ties
+            _list(above, equal, columns, n, ties, keep_first, keep_last, LISTED, KEEP)
+            tl.debug_barrier()
+            column = tl.load(columns + slot, mask=slot < count, other=0)
         else:
-            order = _order(tl.load(logits + row * logits_stride + first + slot, mask=slot < n, other=0.0))
-            if KEEP:
-                order = tl.where(_forced(slot, n, keep_first, keep_last), 0x7FFFFFFF, order)
-            # No logit orders as low as an absent one.
-            order = tl.where(slot < n, order, -0x80000000)
-        threshold = _kth(order, k, 0)
-        above = order > threshold
-        equal = order == threshold
-        scan = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
-        ties = scan >> 16
+            column = slot
+        order = _order(tl.load(base + column, mask=slot < count, other=0.0))
+        if KEEP:
+            order = tl.where(_forced(column, n, keep_first, keep_last), 0x7FFFFFFF, order)
+        # No logit orders as low as an absent one.
+        order = tl.where(slot < count, order, -0x80000000)
+        threshold = low
+        if count > k:
+            threshold = _kth(order, low, tl.max(order, axis=0), k, 0)
+        else:
+            threshold = low - 1
+        over_mask = order > threshold
+        tied_mask = order == threshold
+        scan = tl.cumsum(over_mask.to(tl.int32) + (tied_mask.to(tl.int32) << 16), axis=0)
+        rank_tied = scan >> 16
         room = k - (tl.max(scan, axis=0) & 0xFFFF)
-        keep = above | (equal & (ties <= room))
-        position = (scan & 0xFFFF) + tl.minimum(ties, room) - 1
-        # The low half of a pair is its column.
-        pair = tl.load(candidates + row * CAPACITY + slot, mask=keep & compacted, other=0)
-        tl.store(target + position, tl.where(compacted, pair.to(tl.int32), slot), mask=keep)
+        position = (scan & 0xFFFF) + tl.minimum(rank_tied, room) - 1
+        tl.store(target + position, column, mask=over_mask | (tied_mask & (rank_tied <= room)))
 
 
 def capacity(k):
-    """Candidates a row may have: four times k, at least 2048."""
-    return max(2048, 4 * triton.next_power_of_2(k))
+    """Columns a row's list holds: twice k, at least 2048."""
+    return max(2048, 2 * triton.next_power_of_2(k))
 
 
 class Scratch:
-    """Candidates of as many rows as SCRATCH_BYTES hold, reused from batch to batch."""
+    """Marks and lists of as many rows as SCRATCH_BYTES hold, reused from batch to batch."""
 
     def __init__(self, device, k, rows, columns, config=SELECT):
         self.capacity = capacity(k)
         self.config = config
-        self.rows = max(1, min(rows, SCRATCH_BYTES // (8 * self.capacity)))
-        # Windows that fit the capacity are not compacted.
-        size = self.capacity if columns > self.capacity else 0
-        self.candidates = torch.empty((self.rows, size), dtype=torch.int64, device=device)
-        self.counts = torch.empty((self.rows,), dtype=torch.int32, device=device)
+        # Windows that fit the capacity are listed whole, without scratch.
+        self.words = triton.cdiv(triton.cdiv(columns, 32), config.words) * config.words if columns > self.capacity else 0
+        listed = self.capacity if self.words else 0
+        self.rows = max(1, min(rows, SCRATCH_BYTES // max(1, 8 * self.words + 4 * listed)))
+        self.marks = torch.empty((self.rows, 2, self.words), dtype=torch.uint32, device=device)
+        self.lists = torch.empty((self.rows, listed), dtype=torch.int32, device=device)
 
     def select(self, logits, ks, ke, window_first, window_step, num_rows, out, out_first, out_step, k, keep_first, keep_last):
         """Selects from ``num_rows`` rows of ``logits``; row i has window window_first + i * window_step, out row likewise."""
         columns = logits.shape[1]
         config = self.config
-        keep = keep_first > 0 or keep_last > 0
         for first in range(0, num_rows, self.rows):
             rows = min(self.rows, num_rows - first)
-            batch = logits[first:]
-            window = window_first + first * window_step
-            if columns > self.capacity:
-                compact_kernel[(rows,)](
-                    batch,
-                    ks,
-                    ke,
-                    self.candidates,
-                    self.counts,
-                    window,
-                    window_step,
-                    columns,
-                    k,
-                    keep_first,
-                    keep_last,
-                    logits.stride(0),
-                    CAPACITY=self.capacity,
-                    SAMPLE=config.sample if columns <= config.long else 2 * config.sample,
-                    BLOCK=config.block,
-                    KEEP=keep,
-                    STAGES=config.num_stages,
-                    num_warps=config.num_warps,
-                    **register_limit(config.max_registers),
-                )
             select_kernel[(rows,)](
-                batch,
+                logits[first:],
                 ks,
                 ke,
                 out[out_first + first * out_step :],
-                self.candidates,
-                self.counts,
-                window,
+                self.marks,
+                self.lists,
+                window_first + first * window_step,
                 window_step,
                 out_step * out.stride(0),
                 columns,
+                self.words,
                 k,
                 keep_first,
                 keep_last,
                 logits.stride(0),
                 CAPACITY=self.capacity,
-                BLOCK=1024,
-                KEEP=keep,
-                num_warps=max(4, self.capacity // config.finish),
+                SAMPLE=config.sample if columns <= config.long else 2 * config.sample,
+                WORDS=config.words,
+                LISTED=1024,
+                KEEP=keep_first > 0 or keep_last > 0,
+                num_warps=config.num_warps * (2 if self.capacity > 4096 else 1),
+                **register_limit(config.max_registers),
             )
 
 

@@ -7,6 +7,7 @@ Triton widens a byte access to 16 bytes where the launcher finds the base and th
 otherwise, so odd page strides and offsets are as safe as packed caches.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +19,21 @@ from .mxfp4 import GROUPS
 
 @dataclass(frozen=True)
 class StageConfig:
-    """How many output pages a program fills, and with how many warps."""
+    """Programs for each multiprocessor, and their warps."""
 
-    pages: int
+    per_sm: int
     num_warps: int
     gpu: str
     date: str
 
 
-STAGE = StageConfig(pages=1, num_warps=4, gpu="untuned", date="2026-11-30")
+STAGE = StageConfig(per_sm=16, num_warps=4, gpu="NVIDIA H200", date="2026-11-30")
+
+
+@functools.cache
+def multiprocessors(device):
+    """Multiprocessors of a GPU; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
@@ -40,6 +47,19 @@ def _source_page(key, live, request, cu_seq_lens, block_table, table_stride, num
     block = tl.load(block_table + request.to(tl.int64) * table_stride + index // 64, mask=live, other=-1)
     live = live & (block >= 0) & (block < num_blocks)
     return block.to(tl.int64), index % 64, live
+
+
+@triton.jit
+def _page_sources(
+    page, row, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width, num_blocks, page_stride
+):
+    """Offset of each source page, source row and liveness of the keys at rows ``row`` of compact page ``page``."""
+    key = (page * 64 + row).to(tl.int32)
+    request = tl.load(token_to_seq + key, mask=key < end, other=-1)
+    block, source, live = _source_page(
+        key, key < end, request, cu_seq_lens, block_table, table_stride, num_requests, table_width, num_blocks
+    )
+    return block * page_stride, source, live
 
 
 @triton.jit(do_not_specialize=["total", "num_requests", "table_width", "num_blocks", "table_stride"])
@@ -56,40 +76,42 @@ def stage_kernel(
     num_blocks,
     table_stride,
     page_stride,
-    PAGES: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * PAGES
+    """Fills every num_programs-th page from ``program_id`` on; finds the next page's keys while this page's bytes move."""
     end = tl.minimum(tl.load(cu_seq_lens + num_requests), total)
-    pages_end = (total + 63) // 64
-
-    # Payload: rows of 16 bytes.
-    row = tl.arange(0, PAGES * 64)
-    key = (first * 64 + row).to(tl.int32)
-    request = tl.load(token_to_seq + key, mask=key < end, other=-1)
-    block, source, live = _source_page(
-        key, key < end, request, cu_seq_lens, block_table, table_stride, num_requests, table_width, num_blocks
-    )
-    base = block * page_stride + source * 16
+    num_pages = (total + 63) // 64
+    row = tl.arange(0, 64)
+    # Output column 4*low + high of the scales holds row 16*high + low, so keys are found in that order too.
+    column = row % 4 * 16 + row // 4
     group = tl.arange(0, GROUPS)
     b = tl.arange(0, 16)
-    value = tl.load(
-        cache + base[None, :, None] + (group * 1024)[:, None, None] + b[None, None, :], mask=live[None, :, None], other=0
-    )
-    target = payload + first * 4096 + (row // 64 * 4096 + row % 64 * 16)[None, :, None] + (group * 1024)[:, None, None]
-    tl.store(target + b[None, None, :], value, mask=(first + row // 64 < pages_end)[None, :, None])
-
-    # Scales, in the order of the output's columns: column 4*low + high holds row 16*high + low of the page. The keys' places
-    # are found again in that order; the loads hit the cache.
-    column = tl.arange(0, PAGES * 64)
-    key = (first * 64 + column // 64 * 64 + column % 4 * 16 + column % 64 // 4).to(tl.int32)
-    request = tl.load(token_to_seq + key, mask=key < end, other=-1)
-    block, source, live = _source_page(
-        key, key < end, request, cu_seq_lens, block_table, table_stride, num_requests, table_width, num_blocks
-    )
-    base = block * page_stride + 4096 + source % 16 * 4 + source // 16
-    value = tl.load(cache + base[None, :] + (group * 64)[:, None], mask=live[None, :], other=0)
-    target = scales + first * 256 + (column // 64 * 256 + column % 64)[None, :] + (group * 64)[:, None]
-    tl.store(target, value, mask=(first + column // 64 < pages_end)[None, :])
+    first = tl.program_id(0)
+    base, source, live = _page_sources(
+        first, row, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width, num_blocks,
+        page_stride,
+    )  # fmt: skip
+    scale_base, scale_source, scale_live = _page_sources(
+        first, column, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width, num_blocks,
+        page_stride,
+    )  # fmt: skip
+    for page in range(first, num_pages, tl.num_programs(0)):
+        place = (base + source * 16)[None, :, None] + (group * 1024)[:, None, None] + b[None, None, :]
+        value = tl.load(cache + place, mask=live[None, :, None], other=0)
+        place = (scale_base + 4096 + scale_source % 16 * 4 + scale_source // 16)[None, :] + (group * 64)[:, None]
+        scale = tl.load(cache + place, mask=scale_live[None, :], other=0)
+        following = page + tl.num_programs(0)
+        base, source, live = _page_sources(
+            following, row, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width,
+            num_blocks, page_stride,
+        )  # fmt: skip
+        scale_base, scale_source, scale_live = _page_sources(
+            following, column, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width,
+            num_blocks, page_stride,
+        )  # fmt: skip
+        target = payload + tl.cast(page, tl.int64) * 4096
+        tl.store(target + (group * 1024)[:, None, None] + (row * 16)[None, :, None] + b[None, None, :], value)
+        target = scales + tl.cast(page, tl.int64) * 256
+        tl.store(target + (group * 64)[:, None] + row[None, :], scale)
 
 
 def _empty_pages(total, device):
@@ -103,7 +125,7 @@ def stage_keys(cache, block_table, cu_seq_lens, token_to_seq, config=STAGE):
     pages, payload, scales = _empty_pages(total, cache.device)
     if total == 0:
         return payload, scales
-    stage_kernel[(triton.cdiv(pages, config.pages),)](
+    stage_kernel[(min(pages, config.per_sm * multiprocessors(cache.device)),)](
         cache,
         block_table,
         cu_seq_lens,
@@ -116,7 +138,6 @@ def stage_keys(cache, block_table, cu_seq_lens, token_to_seq, config=STAGE):
         cache.shape[0],
         block_table.stride(0),
         cache.stride(0),
-        PAGES=config.pages,
         num_warps=config.num_warps,
     )
     return payload, scales
