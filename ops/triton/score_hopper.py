@@ -52,7 +52,6 @@ def score_kernel(
     BLOCK: gl.constexpr,
     SPAN: gl.constexpr,
     STAGES: gl.constexpr,
-    FILL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     HALF: gl.constexpr = ROWS // 2
@@ -133,21 +132,6 @@ def score_kernel(
         _finish(done_b, weight_b, origin, offset_b, column, last_tile - 1, BLOCK, HEADS)
         for i in gl.static_range(STAGES + 1):
             mbarrier.invalidate(barriers.index(i))
-    if FILL:
-        # -inf outside the windows, over what the outermost tiles left there.
-        _barrier()
-        wide: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
-        row = gl.minimum(block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide)), num_rows - 1)
-        low = gl.convert_layout(gl.where(crosses, low, end), gl.SliceLayout(1, wide))
-        high = gl.convert_layout(gl.where(crosses, high, end), gl.SliceLayout(1, wide))
-        lane = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(0, wide))
-        target = logits + row[:, None] * logits_stride
-        nothing = gl.full([ROWS, 32 * WARPS], float("-inf"), gl.float32, layout=wide)
-        for n in range(begin, gl.max(low, axis=0), 32 * WARPS):
-            gl.store(target + (n + lane)[None, :], nothing, mask=(n + lane)[None, :] < low[:, None])
-        for n in range(gl.min(high, axis=0) // 32 * 32, end, 32 * WARPS):
-            inside = ((n + lane)[None, :] >= high[:, None]) & ((n + lane)[None, :] < end)
-            gl.store(target + (n + lane)[None, :], nothing, mask=inside)
 
 
 def descriptor(tensor, rows):

@@ -9,13 +9,14 @@ position along the reduction, the same for every row and column of a tile; heads
 same for each row of a tile; and the tile's shape depends on the number of heads and the device only.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from .mxfp4 import DIM, GROUPS, PACKED, dequantize, e2m1_to_float, quantize, scale_to_float, unpack
+from .mxfp4 import DIM, GROUPS, PACKED, dequantize, quantize, unpack
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,30 @@ class ScoreConfig:
     date: str
 
 
-EXACT = ScoreConfig(columns=256, block_keys=64, span=32, num_warps=8, num_stages=3, max_registers=128, hopper=False, gpu="NVIDIA H200", date="2026-11-30")
-FAST = ScoreConfig(columns=256, block_keys=64, span=32, num_warps=8, num_stages=3, max_registers=128, hopper=False, gpu="NVIDIA H200", date="2026-11-30")
+def _config(columns, num_warps, num_stages, max_registers, hopper):
+    return ScoreConfig(
+        columns=columns,
+        block_keys=64,
+        span=64,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        max_registers=max_registers,
+        hopper=hopper,
+        gpu="NVIDIA H200",
+        date="2026-11-30",
+    )
+
+
+# Compute capability 9.0, with two accumulators, and everything else.
+HOPPER = _config(256, 4, 2, None, True)
+EXACT = _config(256, 8, 3, 128, False)
 
 # Triton's interpreter multiplies bf16 bit patterns as integers, so it gets fp32, which holds the same products exactly.
 _OPERAND = torch.float32 if triton.knobs.runtime.interpret else torch.bfloat16
 
 # Bytes of decoded keys and of decoded queries held at once.
 KEY_BYTES = 1 << 28
-QUERY_BYTES = 1 << 27
+QUERY_BYTES = 1 << 26
 
 
 @triton.jit
@@ -131,8 +147,6 @@ def score_kernel(
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     STAGES: tl.constexpr,
-    FILL: tl.constexpr,
-    WIDTH: tl.constexpr = 256,
 ):
     """Logits of ROWS rows against SPAN tiles of BLOCK keys.
 
@@ -173,19 +187,19 @@ def score_kernel(
             logit = tl.sum(tl.reshape(dot, [BLOCK, ROWS, HEADS]), axis=2) + 0.0
             n = tile * BLOCK + column
             tl.store(target[None, :] + n[:, None], logit)
-    if FILL:
-        # -inf outside the windows, over what the outermost tiles left there.
-        tl.debug_barrier()
-        low = tl.where(crosses, low, end)
-        high = tl.where(crosses, high, end)
-        lane = tl.arange(0, WIDTH)
-        nothing = tl.full([ROWS, WIDTH], float("-inf"), dtype=tl.float32)
-        for n in range(begin, tl.max(low, axis=0), WIDTH):
-            tl.store(target[:, None] + (n + lane)[None, :], nothing, mask=(n + lane)[None, :] < low[:, None])
-        for n in range(tl.min(high, axis=0) // 32 * 32, end, WIDTH):
-            inside = ((n + lane)[None, :] >= high[:, None]) & ((n + lane)[None, :] < end)
-            tl.store(target[:, None] + (n + lane)[None, :], nothing, mask=inside)
 
+
+@triton.jit(do_not_specialize=["first_key", "num_keys"])
+def fill_kernel(ks, ke, logits, first_key, num_keys, logits_stride, BLOCK: tl.constexpr):
+    """-inf in the columns of one row outside its window, over what the outermost tiles left there."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * BLOCK
+    start = tl.minimum(tl.maximum(tl.load(ks + row), first_key), first_key + num_keys) - first_key
+    stop = tl.minimum(tl.maximum(tl.load(ke + row), first_key), first_key + num_keys) - first_key
+    if (start > begin) | (stop < tl.minimum(begin + BLOCK, num_keys)) | (start >= stop):
+        n = begin + tl.arange(0, BLOCK)
+        outside = ((n < start) | (n >= stop)) & (n < num_keys)
+        tl.store(logits + row * logits_stride + n, tl.full([BLOCK], float("-inf"), dtype=tl.float32), mask=outside)
 
 
 def register_limit(registers):
@@ -204,23 +218,61 @@ def padded_heads(heads):
     return max(16, triton.next_power_of_2(heads))
 
 
+@functools.cache
+def config_for(device):
+    """The scorer's tile on a device. It depends on nothing else, since a logit's bits depend on it."""
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0):
+        try:
+            _hopper()
+        except (ImportError, AttributeError):  # Gluon is experimental: another Triton may lack what score_hopper uses
+            return EXACT
+        return HOPPER
+    return EXACT
+
+
 class Operands:
     """Scratch of the scorer: decoded keys, and decoded queries with their scaled weights, reused from tile to tile."""
 
-    def __init__(self, device, heads, rows, keys, config=EXACT):
+    def __init__(self, device, heads, rows, keys, precision="exact", config=None):
+        # "fast" may take the exact route for any row or key; here every row and key takes it.
+        self.precision = precision
+        self.config = config = config_for(device) if config is None else config
         self.heads = padded_heads(heads)
-        self.rows_per_tile = max(1, config.columns // self.heads)
-        self.config = config
-        # A block of keys or rows must fill whole tiles.
-        self.max_keys = min(triton.cdiv(max(keys, 1), 64) * 64, KEY_BYTES // (2 * DIM.value) // config.block_keys * config.block_keys)
+        # Two halves need a row each.
+        self.rows_per_tile = max(2, config.columns // self.heads)
+        block = config.block_keys
+        self.max_keys = min(triton.cdiv(max(keys, 1), block) * block, KEY_BYTES // (2 * DIM.value) // block * block)
         step = self.rows_per_tile
         self.max_rows = min(triton.cdiv(max(rows, 1), step) * step, QUERY_BYTES // (2 * DIM.value * self.heads) // step * step)
-        # Tiles read whole blocks of keys.
-        padded = triton.cdiv(self.max_keys, config.block_keys) * config.block_keys
-        self.keys = torch.empty((padded, DIM.value), dtype=_OPERAND, device=device)
+        self.keys = torch.empty((self.max_keys, DIM.value), dtype=_OPERAND, device=device)
         self.queries = torch.empty((self.max_rows, self.heads, DIM.value), dtype=_OPERAND, device=device)
         self.weights = torch.empty((self.max_rows, self.heads), dtype=torch.float32, device=device)
         self._copied = None
+        self._pages, self._first_key = None, -1
+
+    def use(self, payload, scales):
+        """Scores against these staged pages from now on."""
+        self._pages, self._first_key = (payload, scales), -1
+
+    def score_rows(self, q, q_scale, weights, weight_scale, first, count, step, ks, ke, window, logits, fill):
+        """Logits of query rows first, first + step, ... against all staged keys, to ``logits`` [count, 64 * pages].
+
+        Windows are read at ``window``, ``window + step``, ...; see :meth:`score` for ``fill``.
+        """
+        payload, scales = self._pages
+        keys = payload.shape[0] * 64
+        decoded = -1
+        for first_key in range(0, keys, self.max_keys):
+            num_keys = min(self.max_keys, keys - first_key)
+            if first_key != self._first_key:
+                self.decode_keys(payload, scales, first_key, num_keys)
+                self._first_key = first_key
+            for row in range(0, count, self.max_rows):
+                rows = min(self.max_rows, count - row)
+                if row != decoded:
+                    self.decode_queries(q, q_scale, weights, weight_scale, first + row * step, rows, step)
+                    decoded = row
+                self.score(ks, ke, window + row * step, step, rows, first_key, num_keys, logits[row:, first_key:], fill)
 
     def decode_keys(self, payload, scales, first, count):
         """Decodes keys first .. first + count - 1; both are multiples of 64 and count is at most ``max_keys``."""
@@ -256,8 +308,8 @@ class Operands:
     def score(self, ks, ke, window_first, window_step, num_rows, first_key, num_keys, logits, fill):
         """Scores the decoded rows against the decoded keys; ``logits`` is [rows, columns] from key ``first_key`` on.
 
-        ``num_keys`` is a multiple of 64, and logits has so many columns. With ``fill`` columns outside a window become -inf, else
-        they are left undefined.
+        ``num_keys`` is a multiple of 64, and logits has so many columns. With ``fill``, which takes a window step of 1, columns
+        outside a window become -inf, else they are left undefined.
         """
         config = self.config
         grid = (triton.cdiv(num_rows, self.rows_per_tile), triton.cdiv(num_keys, config.block_keys * config.span))
@@ -285,10 +337,14 @@ class Operands:
             BLOCK=config.block_keys,
             SPAN=config.span,
             STAGES=config.num_stages,
-            FILL=fill,
             num_warps=config.num_warps,
             **extra,
         )
+        if fill:
+            width = 4096
+            fill_kernel[(num_rows, triton.cdiv(num_keys, width))](
+                ks[window_first:], ke[window_first:], logits, first_key, num_keys, logits.stride(0), BLOCK=width, num_warps=4
+            )
 
     def _descriptors(self):
         if self._copied is None:
@@ -298,19 +354,13 @@ class Operands:
         return self._copied
 
 
-def score_keys(q, q_scale, payload, scales, weights, ks, ke, weight_scale, precision, config=EXACT):
+def score_keys(q, q_scale, payload, scales, weights, ks, ke, weight_scale, precision, config=None):
     rows, heads = q.shape[:2]
     keys = payload.shape[0] * 64
     logits = torch.empty((rows, keys), dtype=torch.float32, device=q.device)
     if rows == 0 or keys == 0:
         return logits
-    operands = Operands(q.device, heads, rows, keys, config)
-    for first_key in range(0, keys, operands.max_keys):
-        num_keys = min(operands.max_keys, keys - first_key)
-        operands.decode_keys(payload, scales, first_key, num_keys)
-        for first_row in range(0, rows, operands.max_rows):
-            num_rows = min(operands.max_rows, rows - first_row)
-            if first_key == 0 or rows > operands.max_rows:
-                operands.decode_queries(q, q_scale, weights, weight_scale, first_row, num_rows, 1)
-            operands.score(ks, ke, first_row, 1, num_rows, first_key, num_keys, logits[first_row:, first_key:], True)
+    operands = Operands(q.device, heads, rows, keys, precision, config)
+    operands.use(payload, scales)
+    operands.score_rows(q, q_scale, weights, weight_scale, 0, rows, 1, ks, ke, 0, logits, True)
     return logits

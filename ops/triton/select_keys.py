@@ -32,7 +32,7 @@ class SelectConfig:
 
 
 SELECT = SelectConfig(
-    words=128, num_warps=8, sample=4096, long=1 << 17, max_registers=None, gpu="NVIDIA H200", date="2026-11-30"
+    words=128, num_warps=8, sample=4096, long=1 << 17, max_registers=80, gpu="NVIDIA H200", date="2026-11-30"
 )
 
 # Bytes of masks and lists held at once.
@@ -304,6 +304,18 @@ def capacity(k):
     return max(2048, 2 * triton.next_power_of_2(k))
 
 
+def launch_options(k, columns, keep, config=SELECT):
+    """Constants and options of the kernel."""
+    constants = {
+        "CAPACITY": capacity(k),
+        "SAMPLE": config.sample if columns <= config.long else 2 * config.sample,
+        "WORDS": config.words,
+        "LISTED": 1024,
+        "KEEP": keep,
+    }
+    return constants, {"num_warps": config.num_warps * (2 if capacity(k) > 4096 else 1), "maxnreg": config.max_registers}
+
+
 class Scratch:
     """Marks and lists of as many rows as SCRATCH_BYTES hold, reused from batch to batch."""
 
@@ -320,7 +332,7 @@ class Scratch:
     def select(self, logits, ks, ke, window_first, window_step, num_rows, out, out_first, out_step, k, keep_first, keep_last):
         """Selects from ``num_rows`` rows of ``logits``; row i has window window_first + i * window_step, out row likewise."""
         columns = logits.shape[1]
-        config = self.config
+        constants, options = launch_options(k, columns, keep_first > 0 or keep_last > 0, self.config)
         for first in range(0, num_rows, self.rows):
             rows = min(self.rows, num_rows - first)
             select_kernel[(rows,)](
@@ -339,13 +351,9 @@ class Scratch:
                 keep_first,
                 keep_last,
                 logits.stride(0),
-                CAPACITY=self.capacity,
-                SAMPLE=config.sample if columns <= config.long else 2 * config.sample,
-                WORDS=config.words,
-                LISTED=1024,
-                KEEP=keep_first > 0 or keep_last > 0,
-                num_warps=config.num_warps * (2 if self.capacity > 4096 else 1),
-                **register_limit(config.max_registers),
+                **constants,
+                num_warps=options["num_warps"],
+                **register_limit(options["maxnreg"]),
             )
 
 
