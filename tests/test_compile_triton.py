@@ -96,6 +96,7 @@ COMMON = dict.fromkeys(INTEGERS, "i32") | {
     "out": "*i32",
     "marks": "*u32",
     "lists": "*i32",
+    "found": "*i32",
     "slots": "*i64",
     "q": "*u8",
     "q_scale": "*u8",
@@ -131,8 +132,9 @@ def cases():
     config = select_keys.SELECT
     for k in (512, 1024, 2048, 4096):
         for keep in (False, True):
-            constants, options = select_keys.launch_options(k, 65536, keep, config)
-            yield f"select-{k}-{'keep' if keep else 'top'}", select_keys.select_kernel, {}, constants, options, ("logits_stride",)
+            for kernel, (constants, options) in select_keys.launch_options(k, 65536, keep, config).items():
+                case = f"{kernel}-{k}-{'keep' if keep else 'top'}"
+                yield case, getattr(select_keys, f"{kernel}_kernel"), {}, constants, options, ("logits_stride",)
 
 
 @pytest.mark.parametrize("name", list(TARGETS))

@@ -38,7 +38,7 @@ def _config(columns, num_warps, num_stages, max_registers, hopper):
     return ScoreConfig(
         columns=columns,
         block_keys=64,
-        span=64,
+        span=32,
         num_warps=num_warps,
         num_stages=num_stages,
         max_registers=max_registers,

@@ -1,6 +1,6 @@
 """The k largest logits of each row's window, as ascending window-relative indices; equal logits prefer the smaller index.
 
-One program selects one row. A sample of the window gives a threshold that lets a little more than k logits through; one pass over
+One program takes one row. A sample of the window gives a threshold that lets a little more than k logits through; one pass over
 the window turns it into bit masks, 32 columns a word, of the logits above the threshold and of those equal to it; the columns of
 set bits are listed in order, and the exact k-th largest of them is found by bisection in registers. Where fewer than k lie above,
 the list is completed by the first that are equal, so ties never overflow it. Where the sample misjudged the window (too few
@@ -19,11 +19,12 @@ from .score_keys import register_limit
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """``words`` words of 32 columns are marked at a time, after a sample of ``sample``, twice that for windows of over ``long``
-    columns."""
+    """``words`` words of 32 columns are marked at a time by ``num_warps`` warps, after a sample of ``sample``, twice that for
+    windows of over ``long`` columns; then each warp has ``share`` listed columns."""
 
     words: int
     num_warps: int
+    share: int
     sample: int
     long: int
     max_registers: int | None  # None: the compiler's choice
@@ -32,7 +33,7 @@ class SelectConfig:
 
 
 SELECT = SelectConfig(
-    words=128, num_warps=8, sample=4096, long=1 << 17, max_registers=80, gpu="NVIDIA H200", date="2026-11-30"
+    words=128, num_warps=8, share=512, sample=4096, long=1 << 17, max_registers=None, gpu="NVIDIA H200", date="2026-11-30"
 )
 
 # Bytes of masks and lists held at once.
@@ -176,6 +177,15 @@ def _count(above, equal, n, keep_first, keep_last, WORDS: tl.constexpr, KEEP: tl
 
 
 @triton.jit
+def _sample_threshold(base, n, rank, SAMPLE: tl.constexpr):
+    """The rank-th largest order, or nearly, of groups of four columns spread over the window."""
+    quad = tl.arange(0, SAMPLE // 4) * (n // (SAMPLE // 4))
+    column = tl.minimum(quad[:, None] + tl.arange(0, 4)[None, :], n - 1)
+    sample = tl.reshape(_order(tl.load(base + column)), [SAMPLE])
+    return _kth(sample, tl.min(sample, axis=0), tl.max(sample, axis=0), rank, rank // 16)
+
+
+@triton.jit
 def _list(above, equal, columns, n, ties, keep_first, keep_last, WORDS: tl.constexpr, KEEP: tl.constexpr):
     """Columns of the marks above and of the first ``ties`` equal ones, in order."""
     count = 0
@@ -203,17 +213,90 @@ def _list(above, equal, columns, n, ties, keep_first, keep_last, WORDS: tl.const
         ties -= tl.minimum(tl.sum(tied_count, axis=0), ties)
 
 
-@triton.jit(do_not_specialize=["window_first", "window_step", "out_step", "num_columns", "k", "keep_first", "keep_last", "num_words"])
-def select_kernel(
+@triton.jit
+def _window(ks, ke, window, num_columns):
+    """First column and length of a window, cut to the columns there are."""
+    first = tl.minimum(tl.maximum(tl.load(ks + window), 0), num_columns)
+    return first, tl.maximum(tl.minimum(tl.maximum(tl.load(ke + window), 0), num_columns) - first, 0)
+
+
+@triton.jit
+def _first_rank(n, k, forced, CAPACITY: tl.constexpr, SAMPLE: tl.constexpr):
+    """The sample's rank midway between too few and too many passing columns; forced columns pass in any case."""
+    return tl.maximum(((k + CAPACITY) // 2 - forced).to(tl.int64) * SAMPLE // n, 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["window_first", "window_step", "num_columns", "k", "keep_first", "keep_last", "num_words"])
+def sample_kernel(
     logits,
     ks,
     ke,
-    out,
-    marks,
-    lists,
+    found,
     window_first,
     window_step,
-    out_step,
+    num_columns,
+    num_words,
+    k,
+    keep_first,
+    keep_last,
+    logits_stride,
+    CAPACITY: tl.constexpr,
+    SAMPLE: tl.constexpr,
+):
+    """The first threshold of row ``program_id``, to ``found`` [rows, 3]. Windows of at most CAPACITY columns need none."""
+    row = tl.program_id(0).to(tl.int64)
+    first, n = _window(ks, ke, window_first + row * window_step, num_columns)
+    if n > CAPACITY:
+        rank = _first_rank(n, k, keep_first + keep_last, CAPACITY, SAMPLE)
+        tl.store(found + row * 3, _sample_threshold(logits + row * logits_stride + first, n, rank, SAMPLE))
+
+
+@triton.jit(do_not_specialize=["window_first", "window_step", "num_columns", "k", "keep_first", "keep_last", "num_words"])
+def mark_kernel(
+    logits,
+    ks,
+    ke,
+    marks,
+    found,
+    window_first,
+    window_step,
+    num_columns,
+    num_words,
+    k,
+    keep_first,
+    keep_last,
+    logits_stride,
+    CAPACITY: tl.constexpr,
+    WORDS: tl.constexpr,
+    LISTED: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Marks row ``program_id`` of ``logits`` at the threshold found for it, to ``marks`` [rows, 2, num_words].
+
+    ``found`` receives how many columns exceed the threshold and how many equal it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first, n = _window(ks, ke, window_first + row * window_step, num_columns)
+    above = marks + row * (2 * num_words)
+    equal = above + num_words
+    if n > CAPACITY:
+        _mark(logits + row * logits_stride + first, n, _unorder(tl.load(found + row * 3)), above, equal, WORDS)
+        # Other threads of the program read what these wrote.
+        tl.debug_barrier()
+        over, tied = _count(above, equal, n, keep_first, keep_last, LISTED, KEEP)
+        tl.store(found + row * 3 + 1, over)
+        tl.store(found + row * 3 + 2, tied)
+
+
+@triton.jit(do_not_specialize=["window_first", "window_step", "num_columns", "k", "keep_first", "keep_last", "num_words"])
+def retry_kernel(
+    logits,
+    ks,
+    ke,
+    marks,
+    found,
+    window_first,
+    window_step,
     num_columns,
     num_words,
     k,
@@ -226,11 +309,61 @@ def select_kernel(
     LISTED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Selects row ``program_id`` of ``logits``, with ``marks`` [rows, 2, num_words] and ``lists`` [rows, CAPACITY] as scratch."""
+    """Marks a row again whose threshold too few columns reached, or too many exceeded. Apart from the others: it is rarely needed,
+    and what it needs would take registers there."""
     row = tl.program_id(0).to(tl.int64)
-    window = window_first + row * window_step
-    first = tl.minimum(tl.maximum(tl.load(ks + window), 0), num_columns)
-    n = tl.maximum(tl.minimum(tl.maximum(tl.load(ke + window), 0), num_columns) - first, 0)
+    first, n = _window(ks, ke, window_first + row * window_step, num_columns)
+    base = logits + row * logits_stride + first
+    above = marks + row * (2 * num_words)
+    equal = above + num_words
+    if n > CAPACITY:
+        over = tl.load(found + row * 3 + 1)
+        tied = tl.load(found + row * 3 + 2)
+        rank = _first_rank(n, k, keep_first + keep_last, CAPACITY, SAMPLE)
+        attempt = 0
+        while (over + tied < k) | (over > CAPACITY):
+            if over > CAPACITY:
+                rank = tl.maximum(rank // 2, 1)
+            else:
+                rank = tl.minimum(rank * 2, SAMPLE)
+            if attempt < 2:
+                order = _sample_threshold(base, n, rank, SAMPLE)
+            else:
+                order = _exact_threshold(base, n, k, keep_first, keep_last, 512, KEEP)
+            tl.debug_barrier()
+            _mark(base, n, _unorder(order), above, equal, WORDS)
+            tl.debug_barrier()
+            over, tied = _count(above, equal, n, keep_first, keep_last, LISTED, KEEP)
+            tl.store(found + row * 3, order)
+            tl.store(found + row * 3 + 1, over)
+            attempt += 1
+
+
+@triton.jit(do_not_specialize=["window_first", "window_step", "out_step", "num_columns", "k", "keep_first", "keep_last", "num_words"])
+def select_kernel(
+    logits,
+    ks,
+    ke,
+    out,
+    marks,
+    found,
+    lists,
+    window_first,
+    window_step,
+    out_step,
+    num_columns,
+    num_words,
+    k,
+    keep_first,
+    keep_last,
+    logits_stride,
+    CAPACITY: tl.constexpr,
+    LISTED: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Selects row ``program_id`` of ``logits`` among its marked columns; ``lists`` [rows, CAPACITY] is scratch."""
+    row = tl.program_id(0).to(tl.int64)
+    first, n = _window(ks, ke, window_first + row * window_step, num_columns)
     base = logits + row * logits_stride + first
     target = out + row * out_step
     slot = tl.arange(0, CAPACITY)
@@ -241,62 +374,40 @@ def select_kernel(
     else:
         count = n
         low = tl.full([], -0x7FFFFFFF, dtype=tl.int32)
-        above = marks + row * (2 * num_words)
-        equal = above + num_words
         columns = lists + row * CAPACITY
+        column = slot
         if n > CAPACITY:
-            # Aim midway between too few and too many; forced columns pass in any case.
-            forced = keep_first + keep_last
-            rank = tl.maximum(((k + CAPACITY) // 2 - forced).to(tl.int64) * SAMPLE // n, 1).to(tl.int32)
-            step = n // (SAMPLE // 4)
-            over = 0
-            tied = 0
-            attempt = 0
-            while attempt < 4:
-                if attempt < 3:
-                    quad = tl.arange(0, SAMPLE // 4) * step
-                    column = tl.minimum(quad[:, None] + tl.arange(0, 4)[None, :], n - 1)
-                    sample = tl.reshape(_order(tl.load(base + column)), [SAMPLE])
-                    threshold = _kth(sample, tl.min(sample, axis=0), tl.max(sample, axis=0), rank, rank // 16)
-                else:
-                    threshold = _exact_threshold(base, n, k, keep_first, keep_last, 1024, KEEP)
-                _mark(base, n, _unorder(threshold), above, equal, WORDS)
-                # Other threads of the program read what these wrote.
-                tl.debug_barrier()
-                over, tied = _count(above, equal, n, keep_first, keep_last, LISTED, KEEP)
-                tl.debug_barrier()
-                low = threshold
-                attempt += 1
-                if over + tied < k:
-                    rank = tl.minimum(rank * 2, SAMPLE)
-                elif over > CAPACITY:
-                    rank = tl.maximum(rank // 2, 1)
-                else:
-                    attempt = 4
+            low = tl.load(found + row * 3)
+            over = tl.load(found + row * 3 + 1)
             ties = tl.maximum(k - over, 0)
             count = over + ties
-            _list(above, equal, columns, n, ties, keep_first, keep_last, LISTED, KEEP)
+            above = marks + row * (2 * num_words)
+            _list(above, above + num_words, columns, n, ties, keep_first, keep_last, LISTED, KEEP)
+            # Other threads of the program read what these wrote.
             tl.debug_barrier()
             column = tl.load(columns + slot, mask=slot < count, other=0)
+        if count == k:
+            # Every listed column is selected.
+            tl.store(target + slot, column, mask=slot < k)
         else:
-            column = slot
-        order = _order(tl.load(base + column, mask=slot < count, other=0.0))
-        if KEEP:
-            order = tl.where(_forced(column, n, keep_first, keep_last), 0x7FFFFFFF, order)
-        # No logit orders as low as an absent one.
-        order = tl.where(slot < count, order, -0x80000000)
-        threshold = low
-        if count > k:
+            order = _order(tl.load(base + column, mask=slot < count, other=0.0))
+            if KEEP:
+                order = tl.where(_forced(column, n, keep_first, keep_last), 0x7FFFFFFF, order)
+            # No logit orders as low as an absent one.
+            order = tl.where(slot < count, order, -0x80000000)
             threshold = _kth(order, low, tl.max(order, axis=0), k, 0)
-        else:
-            threshold = low - 1
-        over_mask = order > threshold
-        tied_mask = order == threshold
-        scan = tl.cumsum(over_mask.to(tl.int32) + (tied_mask.to(tl.int32) << 16), axis=0)
-        rank_tied = scan >> 16
-        room = k - (tl.max(scan, axis=0) & 0xFFFF)
-        position = (scan & 0xFFFF) + tl.minimum(rank_tied, room) - 1
-        tl.store(target + position, column, mask=over_mask | (tied_mask & (rank_tied <= room)))
+            above_it = order > threshold
+            equal_it = order == threshold
+            scan = tl.cumsum(above_it.to(tl.int32) + (equal_it.to(tl.int32) << 16), axis=0)
+            ties = scan >> 16
+            room = k - (tl.max(scan, axis=0) & 0xFFFF)
+            position = (scan & 0xFFFF) + tl.minimum(ties, room) - 1
+            chosen = above_it | (equal_it & (ties <= room))
+            column = slot
+            if n > CAPACITY:
+                # Read again: registers are scarcer than cached loads.
+                column = tl.load(columns + slot, mask=chosen, other=0)
+            tl.store(target + position, column, mask=chosen)
 
 
 def capacity(k):
@@ -305,15 +416,18 @@ def capacity(k):
 
 
 def launch_options(k, columns, keep, config=SELECT):
-    """Constants and options of the kernel."""
-    constants = {
-        "CAPACITY": capacity(k),
-        "SAMPLE": config.sample if columns <= config.long else 2 * config.sample,
-        "WORDS": config.words,
-        "LISTED": 1024,
-        "KEEP": keep,
+    """Constants and options of each kernel, by name."""
+    size = {"CAPACITY": capacity(k)}
+    sample = {"SAMPLE": config.sample if columns <= config.long else 2 * config.sample}
+    listed = {"LISTED": 1024, "KEEP": keep}
+    words = {"WORDS": config.words}
+    options = {"num_warps": config.num_warps, "maxnreg": None}
+    return {
+        "sample": (size | sample, options),
+        "mark": (size | words | listed, options | {"maxnreg": config.max_registers}),
+        "retry": (size | sample | words | listed, options),
+        "select": (size | listed, options | {"num_warps": capacity(k) // config.share}),
     }
-    return constants, {"num_warps": config.num_warps * (2 if capacity(k) > 4096 else 1), "maxnreg": config.max_registers}
 
 
 class Scratch:
@@ -328,33 +442,34 @@ class Scratch:
         self.rows = max(1, min(rows, SCRATCH_BYTES // max(1, 8 * self.words + 4 * listed)))
         self.marks = torch.empty((self.rows, 2, self.words), dtype=torch.uint32, device=device)
         self.lists = torch.empty((self.rows, listed), dtype=torch.int32, device=device)
+        self.found = torch.empty((self.rows, 3), dtype=torch.int32, device=device)
 
     def select(self, logits, ks, ke, window_first, window_step, num_rows, out, out_first, out_step, k, keep_first, keep_last):
         """Selects from ``num_rows`` rows of ``logits``; row i has window window_first + i * window_step, out row likewise."""
         columns = logits.shape[1]
-        constants, options = launch_options(k, columns, keep_first > 0 or keep_last > 0, self.config)
+        launches = launch_options(k, columns, keep_first > 0 or keep_last > 0, self.config)
         for first in range(0, num_rows, self.rows):
             rows = min(self.rows, num_rows - first)
+            batch = logits[first:]
+            window = (window_first + first * window_step, window_step)
+            rest = (columns, self.words, k, keep_first, keep_last, logits.stride(0))
+            if self.words:
+                for name, kernel, scratch in (
+                    ("sample", sample_kernel, (self.found,)),
+                    ("mark", mark_kernel, (self.marks, self.found)),
+                    ("retry", retry_kernel, (self.marks, self.found)),
+                ):
+                    constants, options = launches[name]
+                    kernel[(rows,)](
+                        batch, ks, ke, *scratch, *window, *rest, **constants, num_warps=options["num_warps"],
+                        **register_limit(options["maxnreg"]),
+                    )  # fmt: skip
+            constants, options = launches["select"]
+            target = out[out_first + first * out_step :]
             select_kernel[(rows,)](
-                logits[first:],
-                ks,
-                ke,
-                out[out_first + first * out_step :],
-                self.marks,
-                self.lists,
-                window_first + first * window_step,
-                window_step,
-                out_step * out.stride(0),
-                columns,
-                self.words,
-                k,
-                keep_first,
-                keep_last,
-                logits.stride(0),
-                **constants,
+                batch, ks, ke, target, self.marks, self.found, self.lists, *window, out_step * out.stride(0), *rest, **constants,
                 num_warps=options["num_warps"],
-                **register_limit(options["maxnreg"]),
-            )
+            )  # fmt: skip
 
 
 def select_keys(logits, ks, ke, k, keep_first, keep_last, config=SELECT):

@@ -27,7 +27,7 @@ class StageConfig:
     date: str
 
 
-STAGE = StageConfig(per_sm=16, num_warps=4, gpu="NVIDIA H200", date="2026-11-30")
+STAGE = StageConfig(per_sm=32, num_warps=2, gpu="NVIDIA H200", date="2026-11-30")
 
 
 @functools.cache
