@@ -1,7 +1,7 @@
 """The indexer's Triton kernels, compiled ahead of time for every supported GPU; on Hopper none may touch local memory.
 
-Compiling needs no GPU. A spill, a stack frame or a local load in a Hopper kernel fails the test; a planted kernel that spills shows
-that the check sees one.
+Compiling needs no GPU. A spill, a stack frame or a local load in a Hopper kernel fails the test; a planted kernel that spills
+shows that the check sees one.
 """
 
 import os
@@ -55,13 +55,16 @@ def compile_kernel(kernel, types, constants, target, aligned=(), source=ASTSourc
     return triton.compile(code, target=target, options=options)
 
 
+def _dump(flag, path):
+    return subprocess.run([TOOLS / "cuobjdump", flag, path], capture_output=True, text=True, check=True).stdout
+
+
 def local_memory(compiled):
     """Bytes of stack and local memory, and local loads and stores, of a compiled Hopper kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        run = lambda flag: subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout  # noqa: E731
-        usage, code = run("-res-usage"), run("-sass")
+        usage, code = _dump("-res-usage", file.name), _dump("-sass", file.name)
     stack, local = map(int, re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage).groups())
     return stack, local, len(re.findall(r"\b(?:LDL|STL)\b", code))
 
@@ -177,7 +180,7 @@ def test_hopper_scorer_compiles_without_spills(heads):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        code = subprocess.run([TOOLS / "cuobjdump", "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        code = _dump("-sass", file.name)
     assert code.count("WARPGROUP.DEPBAR") < code.count("HGMMA") / 4
 
 

@@ -42,7 +42,7 @@ def decode_token(packed, scale):
 
 
 def quantize_token(x):
-    """Packed bytes [64] and scale bytes [4] of float64 [128], from the definition: round up the scale, then to the nearest even."""
+    """Packed bytes [64] and scale bytes [4] of float64 [128], by the definition: round up the scale, then to the nearest even."""
     codes, scales = np.zeros(128, dtype=np.int64), np.zeros(4, dtype=np.int64)
     for c in range(4):
         group = x[32 * c : 32 * c + 32]
@@ -236,7 +236,7 @@ def test_pack_and_restore_equal_stage(world, interleave):
 @gpu
 @pytest.mark.parametrize("bad", ["table", "cu", "seq", "all_cu"])
 def test_wrong_values_stay_inside(bad):
-    """Any value of a table or a length gives bytes of the cache or zeros, never an access outside (racecheck and memcheck see it)."""
+    """Any value of a table or a length gives bytes of the cache or zeros, never an access outside (memcheck sees one)."""
     from sparse_prefill.triton.stage_keys import pack_keys, restore_keys, stage_keys
 
     g = torch.Generator().manual_seed(5)
@@ -428,3 +428,91 @@ def test_select_keys_wrong_windows():
     ke = torch.tensor([2**31 - 1, 20, 70, -(2**31)], dtype=torch.int32)
     got = select_keys(x.to(DEVICE), ks.to(DEVICE), ke.to(DEVICE), 8, 0, 0)
     assert (got.cpu().numpy() == plain_select(x, ks.numpy(), ke.numpy(), 8, 0, 0)).all()
+
+
+# prefill_chunks
+
+
+@gpu
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize(
+    "query_lens,seq_lens,budget,keep", [([5, 0, 3], [70, 64, 3], 200, (0, 0)), ([4, 6], [100, 130], 130, (2, 3))]
+)
+def test_prefill_chunks(query_lens, seq_lens, budget, keep, quantized, monkeypatch):
+    """The whole path against the CPU's, on sums that fp32 holds exactly, so that selections must be equal, ties included."""
+    import sparse_prefill as sp
+    from sparse_prefill.cpu import prefill_chunks as cpu
+    from sparse_prefill.triton import prefill_chunks as chunks
+
+    # A small tile, so that one takes several passes.
+    monkeypatch.setattr(chunks, "LOGITS_BYTES", 4 * 192 * 3)
+    g = torch.Generator().manual_seed(sum(seq_lens))
+    cache, pages = make_cache(8, 4352 + 16, 32, g, device="cpu")
+    pages[:, 4096:4352] = 127
+    table = make_table(seq_lens, 8, g).clamp(min=0)
+    rows, heads, k, offset = sum(query_lens), 20, 16, 2
+    plan = sp.prepare_prefill_metadata(
+        sp.PrefillMetadata(
+            sp.build_prefill_chunks(query_lens, seq_lens, table, key_budget=budget, token_offset=offset), max(seq_lens)
+        ),
+        1,
+        0,
+        1,
+    ).plans
+    total = rows + offset + 1
+    if quantized:
+        q = torch.randint(0, 256, (total, heads, 64), dtype=torch.uint8, generator=g)
+        q_scale = torch.full((total, heads, 4), 127, dtype=torch.uint8)
+    else:
+        q, q_scale = torch.randint(-6, 7, (total, heads, 128), generator=g).bfloat16(), None
+    weights = torch.randint(-2, 3, (total, heads), generator=g).float()
+    arguments = [plan.block_tables, plan.cu_seq_lens, plan.token_to_seq, plan.ks, plan.ke, plan.all_cu]
+    host = [plan.sets, plan.chunks, plan.tiles]
+    tail = (1, 1, 1.0, *keep, "exact")
+    expected = torch.full((total, k), 7, dtype=torch.int32)
+    cpu.prefill_chunks(q, q_scale, weights, cache, expected, *host, *arguments, *tail)
+    out = torch.full((total, k), 7, dtype=torch.int32, device=DEVICE)
+    moved = [None if t is None else t.to(DEVICE) for t in (q, q_scale, weights)]
+    storage = cache.as_strided((8 * 4368 + 32,), (1,), 0).to(DEVICE)
+    there = storage.as_strided(cache.shape, cache.stride(), 32)
+    chunks.prefill_chunks(*moved, there, out, *host, *(t.to(DEVICE) for t in arguments), *tail)
+    assert torch.equal(out.cpu(), expected)
+    assert (out[:offset] == 7).all() and (out[-1] == 7).all()
+
+
+# Sizes that 32-bit offsets cannot reach
+
+
+@gpu_only
+def test_logits_past_2_to_31_bytes():
+    """The last row and column of a tile of 2^31 bytes and more, scored and selected."""
+    from sparse_prefill.triton.score_keys import score_keys
+    from sparse_prefill.triton.select_keys import select_keys
+
+    rows, pages, heads = 4100, 2050, 16
+    g = torch.Generator().manual_seed(1)
+    q, q_scale, payload, scales, weights = (t.to(DEVICE) for t in make_scoring(rows, heads, pages, 6, g))
+    keys = 64 * pages
+    ks, ke = torch.zeros(rows, dtype=torch.int32, device=DEVICE), torch.full((rows,), keys, dtype=torch.int32, device=DEVICE)
+    logits = score_keys(q, q_scale, payload, scales, weights, ks, ke, 1.0, "exact")
+    last = score_keys(q[-3:], q_scale[-3:], payload[-2:], scales[-2:], weights[-3:], ks[:3], ke[:3], 1.0, "exact")
+    assert logits.numel() * 4 > 2**31 and torch.equal(logits[-3:, -128:], last)
+    got = select_keys(logits[-3:], ks[:3], ke[:3], 512, 0, 0)
+    assert (got.cpu().numpy() == plain_select(logits[-3:].cpu(), [0] * 3, [keys] * 3, 512, 0, 0)).all()
+    assert torch.equal(select_keys(logits, ks, ke, 512, 0, 0)[-3:], got)
+
+
+@gpu_only
+def test_stage_past_4_gib():
+    from sparse_prefill.triton.stage_keys import stage_keys
+
+    blocks, stride = 20_000, 230_400
+    cache = torch.empty(blocks * stride + 13_184, dtype=torch.uint8, device=DEVICE)
+    cache = cache.as_strided((blocks, 64, 68), (stride, 68, 1), 3 * 4352 + 128)
+    table = torch.tensor([[blocks - 1, 0, 18_642, 9_400]], dtype=torch.int32, device=DEVICE)
+    flat = cache.as_strided((blocks, 4352), (stride, 1))
+    for block in table[0].tolist():
+        flat[block] = torch.randint(0, 256, (4352,), dtype=torch.uint8, device=DEVICE)
+    payload, scales = stage_keys(cache, table, cumulative([256]).to(DEVICE), owners([256]).to(DEVICE))
+    assert torch.equal(payload.view(4, 4096), flat[table[0].long(), :4096])
+    assert torch.equal(scales.view(4, 256), flat[table[0].long(), 4096:])

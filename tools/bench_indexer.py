@@ -3,8 +3,8 @@
     python -m sparse_prefill.tools.bench_indexer --json results.json --png roofline.png
 
 Every figure is the median over rounds in which the step and its peer alternate. Inputs rotate among buffers larger than the L2
-cache, steps are timed as replays of a CUDA graph where they can be captured, and data is random. The FLOPs of scoring are 2 * H * D * sum(ke - ks),
-its time includes decoding.
+cache, steps are timed as replays of a CUDA graph where they can be captured, and data is random. The FLOPs of scoring are
+2 * H * D * sum(ke - ks), its time includes decoding.
 """
 
 from __future__ import annotations
@@ -83,15 +83,14 @@ def bench_stage(keys: int) -> list[dict]:
 
         result = alternate(
             {
-                "stage": (captured([lambda c=c: OPS.stage_keys(c, table, cu, seq) for c in caches] * 3), 9),
-                "copy": (captured([lambda s=s: target.copy_(s) for s in sources] * 3), 9),
-                **({"pair": (captured([lambda c=c: pair(c) for c in caches] * 3), 9)} if hasattr(OPS, "pack_keys") else {}),
+                "stage": (captured([lambda c=c, t=table: OPS.stage_keys(c, t, cu, seq) for c in caches] * 3), 9),
+                "copy": (captured([lambda s=s, t=target: t.copy_(s) for s in sources] * 3), 9),
+                "pair": (captured([lambda c=c, f=pair: f(c) for c in caches] * 3), 9),
             }
         )
         row = {"op": "stage_keys", "keys": keys, "page_stride": stride, "ms": result["stage"], "peer": "copy of the same bytes"}
         row |= {"peer_ms": result["copy"], "ratio": result["copy"] / result["stage"], "target": 0.85}
-        if "pair" in result:
-            row["times_pack_and_restore"] = result["pair"] / result["stage"]
+        row["times_pack_and_restore"] = result["pair"] / result["stage"]
         row |= {"bytes": 136 * keys}
         rows.append(row)
     return rows
@@ -122,15 +121,25 @@ def bench_score(quick: bool) -> list[dict]:
                 result = alternate(
                     {
                         "score": (captured([lambda a=inputs, w=(ks, ke): OPS.score_keys(*a, *w, 1.0, "exact")]), 1),
-                        "matmul": (captured([matmul] * 3), 3),
+                        "matmul": (captured([matmul]), 1),
                     }
                 )
                 rate, peer = work / result["score"] / 1e9, flops / result["matmul"] / 1e9
                 rows.append(
                     {
-                        "op": "score_keys exact", "heads": heads, "rows": m, "keys": n, "windows": kind, "ms": result["score"],
-                        "tflops": rate, "peer": "bf16 matmul", "peer_tflops": peer, "ratio": rate / peer, "target": 0.90,
-                        "flops": work, "bytes": n * 68 + m * heads * 72 + 4 * m * n,
+                        "op": "score_keys exact",
+                        "heads": heads,
+                        "rows": m,
+                        "keys": n,
+                        "windows": kind,
+                        "ms": result["score"],
+                        "tflops": rate,
+                        "peer": "bf16 matmul",
+                        "peer_tflops": peer,
+                        "ratio": rate / peer,
+                        "target": 0.90,
+                        "flops": work,
+                        "bytes": n * 68 + m * heads * 72 + 4 * m * n,
                     }  # fmt: skip
                 )
     return rows
@@ -162,8 +171,16 @@ def bench_select(rows: int, columns: int, k: int) -> list[dict]:
         )
         results.append(
             {
-                "op": "select_keys", "rows": rows, "columns": columns, "k": k, "logits": kind, "ms": result["select"],
-                "peer": "torch.topk", "peer_ms": result["topk"], "ratio": result["topk"] / result["select"], "target": 4.0,
+                "op": "select_keys",
+                "rows": rows,
+                "columns": columns,
+                "k": k,
+                "logits": kind,
+                "ms": result["select"],
+                "peer": "torch.topk",
+                "peer_ms": result["topk"],
+                "ratio": result["topk"] / result["select"],
+                "target": 4.0,
                 "bytes": 4 * int((ke - ks).sum(dtype=torch.int64)),
             }  # fmt: skip
         )
@@ -203,9 +220,17 @@ def bench_prefill(rows: int, keys: int, k: int) -> list[dict]:
         peak = torch.cuda.max_memory_allocated() - before
         results.append(
             {
-                "op": "prefill_chunks", "heads": heads, "rows": rows, "keys": keys, "k": k, "ms": result["whole"],
-                "peer": "its scoring alone", "peer_ms": result["score"], "added": result["whole"] / result["score"] - 1,
-                "target": 0.15 if heads == 64 else 0.25, "peak_bytes": peak,
+                "op": "prefill_chunks",
+                "heads": heads,
+                "rows": rows,
+                "keys": keys,
+                "k": k,
+                "ms": result["whole"],
+                "peer": "its scoring alone",
+                "peer_ms": result["score"],
+                "added": result["whole"] / result["score"] - 1,
+                "target": 0.15 if heads == 64 else 0.25,
+                "peak_bytes": peak,
                 "workspace_bytes": sp.prefill_workspace_bytes(keys, 1, 1, 1),
             }  # fmt: skip
         )
@@ -248,7 +273,6 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     target = torch.empty_like(source)
     ceiling = alternate({"copy": (lambda: target.copy_(source), 1), "bf16": (matmul, 1), "fp8": (fp8, 1)})
     copy = 2 * source.numel() / ceiling["copy"] / 1e9
-    del source, target
     ceilings = {"copy_tb_per_s": copy, "bf16_tflops": flops / ceiling["bf16"] / 1e9, "fp8_tflops": flops / ceiling["fp8"] / 1e9}
     print(torch.cuda.get_device_name(), "torch", torch.__version__, {name: round(x, 2) for name, x in ceilings.items()})
     rows: list[dict] = []

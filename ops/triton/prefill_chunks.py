@@ -79,10 +79,7 @@ def prefill_chunks(
             staged = index
         logits = tile[: num_rows * keys].view(num_rows, keys)
         if keys:
-            operands.score_rows(
-                q, q_scale, weights, weight_scale, token_start + first_row, num_rows, row_step, ks, ke, window + first_row, logits,
-                False,
-            )  # fmt: skip
-        scratch.select(
-            logits, ks, ke, window + first_row, row_step, num_rows, out, token_start + first_row, row_step, k, keep_first, keep_last
-        )
+            rows = (token_start + first_row, num_rows, row_step)
+            operands.score_rows(q, q_scale, weights, weight_scale, *rows, ks, ke, window + first_row, logits, False)
+        target = (out, token_start + first_row, row_step)
+        scratch.select(logits, ks, ke, window + first_row, row_step, num_rows, *target, k, keep_first, keep_last)

@@ -1,14 +1,14 @@
 """The scorer of Hopper GPUs, with its tensor core instructions scheduled by hand.
 
-Triton waits for a dot before it runs what uses it. Here a tile has two halves of rows with an accumulator each, and the tensor cores
-work on one while ReLU, weights and the sum over heads run on the other. Keys arrive by the bulk copy engine. Everything else, the
-meaning included, is as in :mod:`score_keys`, whose kernel serves every other device.
+Triton waits for a dot before it runs what uses it. Here a tile has two halves of rows with an accumulator each, and the tensor
+cores work on one while ReLU, weights and the sum over heads run on the other. Keys arrive by the bulk copy engine. Everything else,
+the meaning included, is as in :mod:`score_keys`, whose kernel serves every other device.
 """
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Renamed after Triton 3.6.

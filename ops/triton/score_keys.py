@@ -108,9 +108,7 @@ def decode_queries_kernel(
     if QUANTIZED:
         b = tl.arange(0, PACKED)
         group = tl.arange(0, GROUPS)
-        packed = tl.load(
-            q + source * q_row_stride + (offset * q_head_stride)[:, None] + b[None, :], mask=live[:, None], other=0
-        )
+        packed = tl.load(q + source * q_row_stride + (offset * q_head_stride)[:, None] + b[None, :], mask=live[:, None], other=0)
         code = unpack(packed, PADDED)
         byte = tl.load(
             q_scale + source * scale_row_stride + (offset * scale_head_stride)[:, None] + group[None, :],
@@ -150,8 +148,8 @@ def score_kernel(
 ):
     """Logits of ROWS rows against SPAN tiles of BLOCK keys.
 
-    ``queries`` [rows, HEADS, 128], padded to whole tiles with copies of the last row, and ``keys`` [num_keys, 128], a whole number
-    of tiles, are decoded. Column n of ``logits`` is key first_key + n of the request set; windows count from the set's first key.
+    ``queries`` [rows, HEADS, 128], padded to whole tiles with copies of the last row, and ``keys`` [num_keys, 128], whole tiles
+    too, are decoded. Column n of ``logits`` is key first_key + n of the request set; windows count from the set's first key.
     """
     block = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * (SPAN * BLOCK)
@@ -350,7 +348,8 @@ class Operands:
         if self._copied is None:
             half = self.rows_per_tile * self.heads // 2
             hopper = _hopper()
-            self._copied = hopper.descriptor(self.queries.view(-1, DIM.value), half), hopper.descriptor(self.keys, self.config.block_keys)
+            queries = self.queries.view(-1, DIM.value)
+            self._copied = hopper.descriptor(queries, half), hopper.descriptor(self.keys, self.config.block_keys)
         return self._copied
 
 

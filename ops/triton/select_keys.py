@@ -33,7 +33,7 @@ class SelectConfig:
 
 
 SELECT = SelectConfig(
-    words=128, num_warps=8, share=512, sample=4096, long=1 << 17, max_registers=None, gpu="NVIDIA H200", date="2026-11-30"
+    words=128, num_warps=8, share=256, sample=4096, long=1 << 17, max_registers=None, gpu="NVIDIA H200", date="2026-11-30"
 )
 
 # Bytes of masks and lists held at once.
@@ -54,21 +54,34 @@ def _unorder(order):
 
 
 @triton.jit
-def _kth(order, low, high, rank, slack):
+def _kth(order, low, high, total, rank, slack):
     """A t such that between ``rank`` and ``rank + slack`` entries are >= t, or the rank-th largest entry.
 
-    At least ``rank`` entries are >= ``low``, and none is > ``high``.
+    ``total`` entries, at least ``rank``, are >= ``low``; none is > ``high``. Each step costs a sum over the whole program, so two
+    steps in three guess where the rank lies from the counts at both ends; every third halves the range, which bounds the number.
     """
+    # Counts of entries >= low and > high.
+    many = total
+    few = 0
+    turn = 0
     while low < high:
         # The mean, rounded up, without overflow.
         middle = (low | high) - ((low ^ high) >> 1)
+        if turn < 2:
+            width = high.to(tl.float32) - low.to(tl.float32)
+            share = (many - rank).to(tl.float32) / tl.maximum(many - few, 1).to(tl.float32)
+            guess = low.to(tl.int64) + (width * share).to(tl.int64) + 1
+            middle = tl.minimum(guess, high.to(tl.int64)).to(tl.int32)
+        turn = tl.where(turn == 2, 0, turn + 1)
         count = tl.sum((order >= middle).to(tl.int32), axis=0)
         if count >= rank:
             low = middle
+            many = count
             if count <= rank + slack:
                 high = middle
         else:
             high = middle - 1
+            few = count
     return low
 
 
@@ -182,7 +195,7 @@ def _sample_threshold(base, n, rank, SAMPLE: tl.constexpr):
     quad = tl.arange(0, SAMPLE // 4) * (n // (SAMPLE // 4))
     column = tl.minimum(quad[:, None] + tl.arange(0, 4)[None, :], n - 1)
     sample = tl.reshape(_order(tl.load(base + column)), [SAMPLE])
-    return _kth(sample, tl.min(sample, axis=0), tl.max(sample, axis=0), rank, rank // 16)
+    return _kth(sample, tl.min(sample, axis=0), tl.max(sample, axis=0), SAMPLE, rank, rank // 16)
 
 
 @triton.jit
@@ -309,8 +322,10 @@ def retry_kernel(
     LISTED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Marks a row again whose threshold too few columns reached, or too many exceeded. Apart from the others: it is rarely needed,
-    and what it needs would take registers there."""
+    """Marks a row again whose threshold too few columns reached, or too many exceeded.
+
+    Apart from the others: it is rarely needed, and what it needs would take registers there.
+    """
     row = tl.program_id(0).to(tl.int64)
     first, n = _window(ks, ke, window_first + row * window_step, num_columns)
     base = logits + row * logits_stride + first
@@ -339,7 +354,9 @@ def retry_kernel(
             attempt += 1
 
 
-@triton.jit(do_not_specialize=["window_first", "window_step", "out_step", "num_columns", "k", "keep_first", "keep_last", "num_words"])
+@triton.jit(
+    do_not_specialize=["window_first", "window_step", "out_step", "num_columns", "k", "keep_first", "keep_last", "num_words"]
+)
 def select_kernel(
     logits,
     ks,
@@ -395,7 +412,9 @@ def select_kernel(
                 order = tl.where(_forced(column, n, keep_first, keep_last), 0x7FFFFFFF, order)
             # No logit orders as low as an absent one.
             order = tl.where(slot < count, order, -0x80000000)
-            threshold = _kth(order, low, tl.max(order, axis=0), k, 0)
+            if n <= CAPACITY:
+                low = tl.min(tl.where(slot < count, order, 0x7FFFFFFF), axis=0)
+            threshold = _kth(order, low, tl.max(order, axis=0), count, k, 0)
             above_it = order > threshold
             equal_it = order == threshold
             scan = tl.cumsum(above_it.to(tl.int32) + (equal_it.to(tl.int32) << 16), axis=0)

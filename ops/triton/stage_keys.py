@@ -51,7 +51,7 @@ def _source_page(key, live, request, cu_seq_lens, block_table, table_stride, num
 
 @triton.jit
 def _page_sources(
-    page, row, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width, num_blocks, page_stride
+    page, row, end, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width, num_blocks, page_stride
 ):
     """Offset of each source page, source row and liveness of the keys at rows ``row`` of compact page ``page``."""
     key = (page * 64 + row).to(tl.int32)
@@ -87,11 +87,11 @@ def stage_kernel(
     b = tl.arange(0, 16)
     first = tl.program_id(0)
     base, source, live = _page_sources(
-        first, row, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width, num_blocks,
+        first, row, end, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width, num_blocks,
         page_stride,
     )  # fmt: skip
     scale_base, scale_source, scale_live = _page_sources(
-        first, column, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width, num_blocks,
+        first, column, end, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width, num_blocks,
         page_stride,
     )  # fmt: skip
     for page in range(first, num_pages, tl.num_programs(0)):
@@ -101,11 +101,11 @@ def stage_kernel(
         scale = tl.load(cache + place, mask=scale_live[None, :], other=0)
         following = page + tl.num_programs(0)
         base, source, live = _page_sources(
-            following, row, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width,
+            following, row, end, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width,
             num_blocks, page_stride,
         )  # fmt: skip
         scale_base, scale_source, scale_live = _page_sources(
-            following, column, end, cache, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width,
+            following, column, end, block_table, cu_seq_lens, token_to_seq, table_stride, num_requests, table_width,
             num_blocks, page_stride,
         )  # fmt: skip
         target = payload + tl.cast(page, tl.int64) * 4096
@@ -177,9 +177,7 @@ def pack_kernel(
     )
     base = cache + block * page_stride
     b = tl.arange(0, 64)
-    value = tl.load(
-        base[:, None] + (source * 16)[:, None] + (b // 16 * 1024 + b % 16)[None, :], mask=live[:, None], other=0
-    )
+    value = tl.load(base[:, None] + (source * 16)[:, None] + (b // 16 * 1024 + b % 16)[None, :], mask=live[:, None], other=0)
     tl.store(packed + row[:, None] * 68 + b[None, :], value, mask=inside[:, None])
     group = tl.arange(0, GROUPS)
     column = 4096 + source % 16 * 4 + source // 16
@@ -210,9 +208,7 @@ def pack_keys(cache, block_table, local_cu_seq_lens, max_local_keys):
 
 
 @triton.jit
-def _gathered_row(
-    key, live, token_to_seq, cu_seq_lens, all_cu, num_requests, max_local, world, interleave, gathered_stride
-):
+def _gathered_row(key, live, token_to_seq, cu_seq_lens, all_cu, num_requests, max_local, world, interleave, gathered_stride):
     request = tl.load(token_to_seq + key, mask=live, other=-1)
     live = live & (request >= 0) & (request < num_requests)
     first = tl.load(cu_seq_lens + request, mask=live, other=0)
