@@ -1,8 +1,8 @@
 """The scorer of Hopper GPUs, with its tensor core instructions scheduled by hand.
 
 Triton waits for a dot before it runs what uses it. Here a tile has two halves of rows with an accumulator each, and the tensor
-cores work on one while ReLU, weights and the sum over heads run on the other. Keys arrive by the bulk copy engine. Everything else,
-the meaning included, is as in :mod:`score_keys`, whose kernel serves every other device.
+cores work on one while ReLU, weights and the sum over heads run on the other. Keys arrive by the bulk copy engine.
+Everything else, the meaning included, is as in :mod:`score_keys`, whose kernel serves every other device.
 """
 
 import triton.language as tl
