@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .device import on_device
 from .score_keys import register_limit
 
 
@@ -441,11 +442,13 @@ def launch_options(k, columns, keep, config=SELECT):
     listed = {"LISTED": 1024, "KEEP": keep}
     words = {"WORDS": config.words}
     options = {"num_warps": config.num_warps, "maxnreg": None}
+    # Left to itself the assembler spills three registers in these to fit one more program on a multiprocessor.
+    limit = 96 if capacity(k) == 2048 or (keep and capacity(k) == 4096) else None
     return {
         "sample": (size | sample, options),
         "mark": (size | words | listed, options | {"maxnreg": config.max_registers}),
         "retry": (size | sample | words | listed, options),
-        "select": (size | listed, options | {"num_warps": capacity(k) // config.share}),
+        "select": (size | listed, options | {"num_warps": capacity(k) // config.share, "maxnreg": limit}),
     }
 
 
@@ -488,9 +491,11 @@ class Scratch:
             select_kernel[(rows,)](
                 batch, ks, ke, target, self.marks, self.found, self.lists, *window, out_step * out.stride(0), *rest, **constants,
                 num_warps=options["num_warps"],
+                **register_limit(options["maxnreg"]),
             )  # fmt: skip
 
 
+@on_device
 def select_keys(logits, ks, ke, k, keep_first, keep_last, config=SELECT):
     rows, columns = logits.shape
     out = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
