@@ -1,0 +1,168 @@
+"""The union of the pages that a tile of neighbouring rows picked, and which of its rows picked each page.
+
+A tile is ROWS_PER_TILE consecutive rows. Their history pages (all but each row's last, partly filled one, which the attention kernels
+treat apart) go into a hash table in global memory, one per tile, all pages of a tile at once: in every round each pending page looks
+at its slot, the free slots take the largest page that asks for them, and whoever does not find itself moves on. Rounds are separated
+by barriers, so the table, and with it the order in which a tile is walked, depends on nothing but the pages: same batch, same bits.
+A hash table costs a few rounds of memory latency for all tiles of a launch together. Sorted pages would cost a sort of some 4,096
+ids a tile, and a bitmap a size that grows with the cache instead of with what the rows picked.
+
+A tile is walked row by row instead where that is cheaper or the union would be wrong: its union is too large for the sharing to
+pay, its rows belong to different requests, or a row lists a page twice (which must then weigh twice).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS_PER_TILE = 8
+# What one page costs in a union walk, over what one page of one row costs row by row, in sixteenths: measured on an H200, 2026-11-30.
+UNION_COST = 32
+_ROW_BY_ROW = tl.constexpr(-1)
+# Lists end in copies of a listed page with no row's bit set, so that a step of up to 16 pages never runs past the end.
+PADDING = 16
+
+
+@triton.jit
+def row_range(indptr, row, live, pages_size):
+    """[begin, end) of a row's pages, whatever indptr holds."""
+    begin = tl.load(indptr + row, mask=live, other=0).to(tl.int64)
+    end = tl.load(indptr + row + 1, mask=live, other=0).to(tl.int64)
+    begin = tl.minimum(tl.maximum(begin, 0), pages_size)
+    end = tl.minimum(end, pages_size)
+    return begin, tl.maximum(end, begin)
+
+
+@triton.jit
+def _build_unions_kernel(
+    pages,
+    indptr,
+    owners,
+    table,
+    flags,
+    counts,
+    rows,
+    pages_size,
+    page_limit,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COST: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """table int32 [tiles, SLOTS + PAD] and flags int64 [tiles, SLOTS + PAD] hold the hash table first and the lists after it."""
+    tile = tl.program_id(0)
+    table += tile.to(tl.int64) * (SLOTS + PAD)
+    flags += tile.to(tl.int64) * (SLOTS + PAD)
+    bytes_of_flags = flags.to(tl.pointer_type(tl.uint8))
+
+    lane_row = tl.arange(0, ROWS)
+    tile_row = tile.to(tl.int64) * ROWS + lane_row
+    in_range = tile_row < rows
+    begin, end = row_range(indptr, tile_row, in_range, pages_size)
+    history = tl.maximum(end - begin - 1, 0)
+    total = tl.sum(history, 0)
+    widest = tl.max(history, 0)
+    owner = tl.load(owners + tile_row, mask=in_range, other=0)
+    live = end > begin
+    first_owner = tl.min(tl.where(live, owner, 2147483647), 0)
+    last_owner = tl.max(tl.where(live, owner, -2147483648), 0)
+    fits = (widest <= SLOTS // 2) & (first_owner >= last_owner)
+    fits = fits | (total == 0) & (first_owner >= last_owner)
+
+    count = tl.full((), _ROW_BY_ROW, tl.int32)
+    if fits:
+        slots = tl.arange(0, SLOTS)
+        tl.store(table + slots, tl.full([SLOTS], -1, tl.int32))
+        tl.store(flags + slots, tl.full([SLOTS], 0, tl.int64))
+        tl.debug_barrier()
+
+        lane = tl.arange(0, ROWS * WIDTH)
+        row = tile.to(tl.int64) * ROWS + lane // WIDTH
+        begin, end = row_range(indptr, row, row < rows, pages_size)
+        unplaced = tl.full((), 0, tl.int32)
+        for first in range(0, widest.to(tl.int32), WIDTH):
+            place = begin + first + lane % WIDTH
+            # Once a round limit was hit the table is too full for the union to pay, and the rest is not worth placing.
+            pending = (place < end - 1) & (unplaced == 0)
+            page = tl.load(pages + place, mask=pending, other=0)
+            page = tl.minimum(tl.maximum(page, 0), page_limit - 1)
+            mixed = page.to(tl.uint32) * 0x9E3779B1
+            slot = ((mixed >> 15) & (SLOTS - 1)).to(tl.int32)
+            step = ((mixed >> 7) & (SLOTS - 1)).to(tl.int32) | 1
+            unplaced += tl.sum(pending.to(tl.int32), 0)
+            rounds = 0
+            while (unplaced > 0) & (rounds < 24):
+                found = tl.load(table + slot, mask=pending, other=-2, volatile=True)
+                tl.debug_barrier()
+                free = pending & (found == -1)
+                tl.atomic_max(table + slot, page, mask=free, sem="relaxed")
+                tl.debug_barrier()
+                found = tl.where(free, tl.load(table + slot, mask=free, other=-2, volatile=True), found)
+                placed = pending & (found == page)
+                # One byte a slot and row: no two lanes of a round write the same byte, but for a page that a row lists twice.
+                tl.store(bytes_of_flags + slot * 8 + lane // WIDTH, tl.full([ROWS * WIDTH], 1, tl.uint8), mask=placed)
+                pending = pending & (found != page)
+                slot = tl.where(pending, (slot + step) & (SLOTS - 1), slot)
+                unplaced = tl.sum(pending.to(tl.int32), 0)
+                rounds += 1
+        tl.debug_barrier()
+
+        page = tl.load(table + slots, volatile=True)
+        flag = tl.load(flags + slots, volatile=True)
+        used = page >= 0
+        # Eight bytes of 0 or 1 to eight bits, byte i to bit i.
+        bits = ((flag * 0x0102040810204080) >> 56) & 0xFF
+        picked = (flag * 0x0101010101010101) >> 56
+        found = tl.sum(used.to(tl.int32), 0)
+        fits = (unplaced == 0) & (tl.sum(picked, 0) == total) & (found.to(tl.int64) * COST <= total * 16)
+        fits = fits | (total == 0)
+        if fits:
+            target = tl.cumsum(used.to(tl.int32), 0) - 1
+            some_page = tl.max(page, 0)
+            # Every slot is in registers by now; the lists take the table's place.
+            tl.debug_barrier()
+            tl.store(table + target, page, mask=used)
+            tl.store(bytes_of_flags + target, bits.to(tl.uint8), mask=used)
+            tl.store(table + found + tl.arange(0, PAD), some_page + tl.zeros([PAD], tl.int32))
+            tl.store(bytes_of_flags + found + tl.arange(0, PAD), tl.zeros([PAD], tl.uint8))
+            count = found
+    tl.store(counts + tile, count)
+
+
+def union_slots(rows, pages_size):
+    """Slots of a tile's table: enough for a union of four times a row's pages, by the mean the buffers allow for."""
+    mean = max(pages_size // max(rows, 1), 1)
+    return min(triton.next_power_of_2(max(6 * mean - 100, 256)), 8192)
+
+
+def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
+    """Lists of every tile's pages and row bits.
+
+    Returns (lists int32 [tiles, slots + 16], bits uint8 view [tiles, 8 * (slots + 16)], counts int32 [tiles]); a count of -1 means
+    that the tile is to be walked row by row.
+    """
+    tiles = triton.cdiv(rows, ROWS_PER_TILE)
+    slots = union_slots(rows, pages.shape[0])
+    lists = torch.empty((tiles, slots + PADDING), dtype=torch.int32, device=pages.device)
+    bits = torch.empty((tiles, slots + PADDING), dtype=torch.int64, device=pages.device)
+    counts = torch.empty((tiles,), dtype=torch.int32, device=pages.device)
+    width = 512 if slots >= 4096 else max(slots // 8, 32)
+    _build_unions_kernel[(tiles,)](
+        pages,
+        indptr,
+        owners,
+        lists,
+        bits,
+        counts,
+        rows,
+        pages.shape[0],
+        page_limit,
+        SLOTS=slots,
+        ROWS=ROWS_PER_TILE,
+        WIDTH=width,
+        COST=cost,
+        PAD=PADDING,
+        num_warps=16 if slots >= 4096 else 4,
+    )
+    return lists, bits.view(torch.uint8), counts
