@@ -191,31 +191,30 @@ def _union_kernel(
     top = tl.full([ROWS * GROUP], _LOWEST, tl.float32)
     norm = tl.zeros([ROWS * GROUP], tl.float32)
 
+    lists += tile.to(tl.int64) * list_stride
+    bits += tile.to(tl.int64) * list_stride * 8
     # Every row's own last page: eight pages of eight tokens, one page a row.
     own = tl.arange(0, ROWS * 8)
     own_row = tile.to(tl.int64) * ROWS + own // 8
-    begin, end = row_range(indptr, own_row, own_row < rows, pages_size)
     length = tl.load(last_page_len + own_row, mask=own_row < rows, other=0)
-    seen = (end > begin) & (own % 8 < tl.minimum(tl.maximum(length, 1), 8))
-    page = tl.load(pages + tl.maximum(end - 1, 0), mask=seen, other=0)
-    page = tl.minimum(tl.maximum(page, 0), page_limit - 1).to(tl.int64)
+    picked = tl.load(bits + own // 8).to(tl.int32)
+    seen = (picked != 0) & (own % 8 < tl.minimum(tl.maximum(length, 1), 8))
+    page = tl.load(lists + own // 8).to(tl.int64)
     tokens = cache + page * stride_page + (own % 8).to(tl.int64) * stride_token
     acc0, acc1, top, norm = _attend(
         q0, q1, acc0, acc1, top, norm, tokens, seen, (tile_row[:, None] == (own // 8)[None, :]) & seen[None, :], scale_log2,
         DIM, D0, D1, True, FP8, NATIVE, IEEE,
     )  # fmt: skip
 
-    lists += tile.to(tl.int64) * list_stride
-    bits += tile.to(tl.int64) * list_stride * 8
     token = tl.arange(0, TOKENS)
     in_page = (token % 8).to(tl.int64) * stride_token
-    for first in tl.range(0, count, TOKENS // 8, num_stages=STAGES):
-        page = tl.load(lists + first + token // 8).to(tl.int64)
-        picked = tl.load(bits + first + token // 8).to(tl.int32)
-        tokens = cache + page * stride_page + in_page
-        visible = ((picked[None, :] >> tile_row[:, None]) & 1) != 0
+    for first in tl.range(ROWS, ROWS + count, TOKENS // 8, num_stages=STAGES):
+        listed = tl.load(lists + first + token // 8).to(tl.int64)
+        chosen = tl.load(bits + first + token // 8).to(tl.int32)
+        places = cache + listed * stride_page + in_page
+        visible = ((chosen[None, :] >> tile_row[:, None]) & 1) != 0
         acc0, acc1, top, norm = _attend(
-            q0, q1, acc0, acc1, top, norm, tokens, token >= 0, visible, scale_log2,
+            q0, q1, acc0, acc1, top, norm, places, token >= 0, visible, scale_log2,
             DIM, D0, D1, False, FP8, NATIVE, IEEE,
         )  # fmt: skip
 
@@ -372,7 +371,25 @@ def view_pages(cache):
     return ((blocks - 1) * cache.stride(0) + cache.shape[2] * cache.stride(2)) // page_stride, page_stride
 
 
-def _launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, share):
+def _takes_bulk_copies(query, cache, page_limit, scale):
+    """Whether attention_hopper.py can walk this cache's unions."""
+    heads, dim = query.shape[1], query.shape[2]
+    return (
+        cache.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(cache.device) == (9, 0)
+        and cache.element_size() == 2
+        and dim in (64, 128, 192, 256)
+        and 4 < heads <= 16
+        and cache.data_ptr() % 16 == 0
+        and cache.stride(2) % 8 == 0
+        # The copy engine's coordinates are 32 bits wide, and the maximum is taken before scaling.
+        and page_limit * PAGE < 2**31
+        and scale > 0
+    )
+
+
+def _launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, share=None, hopper=None):
     rows, heads, dim = out.shape
     page_limit, page_stride = view_pages(cache)
     fp8 = cache.element_size() == 1
@@ -393,11 +410,18 @@ def _launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_sc
         share = rows >= 4 * multiprocessors
     if share:
         lists, bits, counts = build_unions(pages, indptr, owners, rows, page_limit)
-        _union_kernel[(counts.shape[0],)](
-            query, cache, pages, indptr, last_page_len, lists, bits, counts, out, k_scale, v_scale, scale_log2,
-            rows, pages.shape[0], page_limit, lists.stride(0), *query_strides, *cache_strides, *out_strides,
-            GROUP=group, TOKENS=union_walk.tokens, STAGES=union_walk.stages, num_warps=union_walk.warps, **dims, **kinds,
-        )  # fmt: skip
+        if hopper is None:
+            hopper = _takes_bulk_copies(query, cache, page_limit, scale)
+        if hopper:
+            from .attention_hopper import walk_unions
+
+            walk_unions(query, cache, page_limit, last_page_len, lists, bits, counts, out, scale_log2, (d0, d1), group)
+        else:
+            _union_kernel[(counts.shape[0],)](
+                query, cache, pages, indptr, last_page_len, lists, bits, counts, out, k_scale, v_scale, scale_log2,
+                rows, pages.shape[0], page_limit, lists.stride(0), *query_strides, *cache_strides, *out_strides,
+                GROUP=group, TOKENS=union_walk.tokens, STAGES=union_walk.stages, num_warps=union_walk.warps, **dims, **kinds,
+            )  # fmt: skip
     _row_kernel[(rows,)](
         query, cache, pages, indptr, last_page_len, counts, out, k_scale, v_scale, scale_log2,
         rows, pages.shape[0], page_limit, *query_strides, *cache_strides, *out_strides,
@@ -412,4 +436,4 @@ def paged_attention(query, cache, pages, indptr, last_page_len, owners, out, sca
     if cache.numel() == 0:
         out.zero_()
         return
-    _launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, None)
+    _launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale)

@@ -38,7 +38,7 @@ def _build_unions_kernel(
     pages,
     indptr,
     owners,
-    table,
+    lists,
     flags,
     counts,
     rows,
@@ -50,11 +50,14 @@ def _build_unions_kernel(
     COST: tl.constexpr,
     PAD: tl.constexpr,
 ):
-    """table int32 [tiles, SLOTS + PAD] and flags int64 [tiles, SLOTS + PAD] hold the hash table first and the lists after it."""
+    """lists int32 [tiles, 8 + SLOTS + PAD] and flags int64 of the same shape hold the hash table first and the lists after it."""
     tile = tl.program_id(0)
-    table += tile.to(tl.int64) * (SLOTS + PAD)
-    flags += tile.to(tl.int64) * (SLOTS + PAD)
-    bytes_of_flags = flags.to(tl.pointer_type(tl.uint8))
+    lists += tile.to(tl.int64) * (ROWS + SLOTS + PAD)
+    flags += tile.to(tl.int64) * (ROWS + SLOTS + PAD)
+    bits_of_lists = flags.to(tl.pointer_type(tl.uint8))
+    table = lists + ROWS
+    bytes_of_flags = bits_of_lists + ROWS
+    flags += 1
 
     lane_row = tl.arange(0, ROWS)
     tile_row = tile.to(tl.int64) * ROWS + lane_row
@@ -67,8 +70,8 @@ def _build_unions_kernel(
     live = end > begin
     first_owner = tl.min(tl.where(live, owner, 2147483647), 0)
     last_owner = tl.max(tl.where(live, owner, -2147483648), 0)
-    fits = (widest <= SLOTS // 2) & (first_owner >= last_owner)
-    fits = fits | (total == 0) & (first_owner >= last_owner)
+    # A tile of dead rows only is left to the row kernel, which writes its zeros.
+    fits = (widest <= SLOTS // 2) & (first_owner == last_owner)
 
     count = tl.full((), _ROW_BY_ROW, tl.int32)
     if fits:
@@ -79,30 +82,30 @@ def _build_unions_kernel(
 
         lane = tl.arange(0, ROWS * WIDTH)
         row = tile.to(tl.int64) * ROWS + lane // WIDTH
-        begin, end = row_range(indptr, row, row < rows, pages_size)
+        lane_begin, lane_end = row_range(indptr, row, row < rows, pages_size)
         unplaced = tl.full((), 0, tl.int32)
         for first in range(0, widest.to(tl.int32), WIDTH):
-            place = begin + first + lane % WIDTH
+            place = lane_begin + first + lane % WIDTH
             # Once a round limit was hit the table is too full for the union to pay, and the rest is not worth placing.
-            pending = (place < end - 1) & (unplaced == 0)
-            page = tl.load(pages + place, mask=pending, other=0)
-            page = tl.minimum(tl.maximum(page, 0), page_limit - 1)
-            mixed = page.to(tl.uint32) * 0x9E3779B1
+            pending = (place < lane_end - 1) & (unplaced == 0)
+            wanted = tl.load(pages + place, mask=pending, other=0)
+            wanted = tl.minimum(tl.maximum(wanted, 0), page_limit - 1)
+            mixed = wanted.to(tl.uint32) * 0x9E3779B1
             slot = ((mixed >> 15) & (SLOTS - 1)).to(tl.int32)
             step = ((mixed >> 7) & (SLOTS - 1)).to(tl.int32) | 1
             unplaced += tl.sum(pending.to(tl.int32), 0)
             rounds = 0
             while (unplaced > 0) & (rounds < 24):
-                found = tl.load(table + slot, mask=pending, other=-2, volatile=True)
+                seen = tl.load(table + slot, mask=pending, other=-2, volatile=True)
                 tl.debug_barrier()
-                free = pending & (found == -1)
-                tl.atomic_max(table + slot, page, mask=free, sem="relaxed")
+                free = pending & (seen == -1)
+                tl.atomic_max(table + slot, wanted, mask=free, sem="relaxed")
                 tl.debug_barrier()
-                found = tl.where(free, tl.load(table + slot, mask=free, other=-2, volatile=True), found)
-                placed = pending & (found == page)
+                seen = tl.where(free, tl.load(table + slot, mask=free, other=-2, volatile=True), seen)
+                placed = pending & (seen == wanted)
                 # One byte a slot and row: no two lanes of a round write the same byte, but for a page that a row lists twice.
                 tl.store(bytes_of_flags + slot * 8 + lane // WIDTH, tl.full([ROWS * WIDTH], 1, tl.uint8), mask=placed)
-                pending = pending & (found != page)
+                pending = pending & (seen != wanted)
                 slot = tl.where(pending, (slot + step) & (SLOTS - 1), slot)
                 unplaced = tl.sum(pending.to(tl.int32), 0)
                 rounds += 1
@@ -117,11 +120,16 @@ def _build_unions_kernel(
         found = tl.sum(used.to(tl.int32), 0)
         fits = (unplaced == 0) & (tl.sum(picked, 0) == total) & (found.to(tl.int64) * COST <= total * 16)
         fits = fits | (total == 0)
+        # Every slot is in registers by now; the lists take the table's place.
+        tl.debug_barrier()
         if fits:
+            # The lists begin with every row's own last page; a dead row repeats a live row's and is seen by nobody.
+            own = tl.load(pages + end - 1, mask=live, other=-1)
+            own = tl.where(live, tl.minimum(tl.maximum(own, 0), page_limit - 1), -1)
+            tl.store(lists + lane_row, tl.where(live, own, tl.max(own, 0)))
+            tl.store(bits_of_lists + lane_row, tl.where(live, 1 << lane_row, 0).to(tl.uint8))
             target = tl.cumsum(used.to(tl.int32), 0) - 1
             some_page = tl.max(page, 0)
-            # Every slot is in registers by now; the lists take the table's place.
-            tl.debug_barrier()
             tl.store(table + target, page, mask=used)
             tl.store(bytes_of_flags + target, bits.to(tl.uint8), mask=used)
             tl.store(table + found + tl.arange(0, PAD), some_page + tl.zeros([PAD], tl.int32))
@@ -139,13 +147,14 @@ def union_slots(rows, pages_size):
 def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
     """Lists of every tile's pages and row bits.
 
-    Returns (lists int32 [tiles, slots + 16], bits uint8 view [tiles, 8 * (slots + 16)], counts int32 [tiles]); a count of -1 means
-    that the tile is to be walked row by row.
+    Returns (lists int32 [tiles, 8 + slots + 16], bits uint8 [tiles, 8 * (8 + slots + 16)], counts int32 [tiles]). A tile's list is its
+    rows' own last pages, one a row, then counts[tile] pages of the union, then padding; bit i of a page's byte is set if row i of the
+    tile picked it. A count of -1 means that the tile is to be walked row by row.
     """
     tiles = triton.cdiv(rows, ROWS_PER_TILE)
     slots = union_slots(rows, pages.shape[0])
-    lists = torch.empty((tiles, slots + PADDING), dtype=torch.int32, device=pages.device)
-    bits = torch.empty((tiles, slots + PADDING), dtype=torch.int64, device=pages.device)
+    lists = torch.empty((tiles, ROWS_PER_TILE + slots + PADDING), dtype=torch.int32, device=pages.device)
+    bits = torch.empty((tiles, ROWS_PER_TILE + slots + PADDING), dtype=torch.int64, device=pages.device)
     counts = torch.empty((tiles,), dtype=torch.int32, device=pages.device)
     width = 512 if slots >= 4096 else max(slots // 8, 32)
     _build_unions_kernel[(tiles,)](
