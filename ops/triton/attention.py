@@ -322,8 +322,8 @@ class Walk:
 
 
 # Tuned on an H200, 2026-11-30, for 16-bit caches; keyed by the padded head_dim. Other GPUs have less shared memory: see _walks.
-_UNION_WALKS = {64: Walk(128, 8, 3), 128: Walk(64, 8, 3), 192: Walk(64, 8, 2), 256: Walk(32, 8, 2)}
-_ROW_WALKS = {64: Walk(128, 4, 3), 128: Walk(64, 4, 3), 192: Walk(64, 4, 2), 256: Walk(32, 4, 3)}
+_UNION_WALKS = {64: Walk(128, 8, 3), 128: Walk(64, 8, 3), 192: Walk(64, 8, 3), 256: Walk(32, 8, 3)}
+_ROW_WALKS = {64: Walk(32, 1, 4), 128: Walk(16, 1, 4), 192: Walk(16, 1, 4), 256: Walk(16, 1, 4)}
 
 
 def padded_dims(dim):
