@@ -1,0 +1,1 @@
+"""The indexer half: keys -> pages -> logits -> regions."""

@@ -1,0 +1,1 @@
+"""The attention half: regions -> page ids -> attention."""
