@@ -192,7 +192,7 @@ def _union_kernel(
     norm = tl.zeros([ROWS * GROUP], tl.float32)
 
     lists += tile.to(tl.int64) * list_stride
-    bits += tile.to(tl.int64) * list_stride * 8
+    bits += tile.to(tl.int64) * list_stride
     # Every row's own last page: eight pages of eight tokens, one page a row.
     own = tl.arange(0, ROWS * 8)
     own_row = tile.to(tl.int64) * ROWS + own // 8
@@ -323,7 +323,7 @@ class Walk:
 
 # Tuned on an H200, 2026-11-30, for 16-bit caches; keyed by the padded head_dim. Other GPUs have less shared memory: see _walks.
 _UNION_WALKS = {64: Walk(128, 8, 3), 128: Walk(64, 8, 3), 192: Walk(64, 8, 3), 256: Walk(32, 8, 3)}
-_ROW_WALKS = {64: Walk(32, 1, 4), 128: Walk(16, 1, 4), 192: Walk(16, 1, 4), 256: Walk(16, 1, 4)}
+_ROW_WALKS = {64: Walk(32, 1, 5), 128: Walk(32, 1, 5), 192: Walk(16, 1, 4), 256: Walk(16, 1, 4)}
 
 
 def padded_dims(dim):

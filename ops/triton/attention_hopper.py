@@ -275,7 +275,7 @@ def _union_kernel(
     count = gl.load(counts + tile)
     if count >= 0:
         lists += tile.to(gl.int64) * list_stride
-        words += tile.to(gl.int64) * list_stride
+        words += tile.to(gl.int64) * (list_stride // 8)
         steps = 1 + (count * 8 + TOKENS - 1) // TOKENS
         q0 = gl.allocate_shared_memory(dtype, [warpgroups, 64, D0], swizzled)
         k0 = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, D0], swizzled)

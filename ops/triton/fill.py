@@ -4,6 +4,9 @@ import triton
 import triton.language as tl
 
 
+WARPS = 4
+
+
 @triton.jit
 def _fill_prefill_pages_kernel(
     regions,
@@ -118,7 +121,7 @@ def fill_prefill_pages(
         IDS=region_count > 0 and table.numel() > 0,
         IDS_BLOCK=min(triton.next_power_of_2(max(region_count, 1)), 512),
         COPY_BLOCK=min(triton.next_power_of_2(max(heads * dim, 1)), 4096),
-        num_warps=4,
+        num_warps=WARPS,
     )
 
 

@@ -7,6 +7,10 @@ import triton.language as tl
 from .fp8 import decode_e4m3, has_native_e4m3
 
 
+# Elements of a program, and warps.
+COPY = (4096, 8)
+
+
 @triton.jit
 def _stage_prefill_pages_kernel(
     cache,
@@ -46,7 +50,7 @@ def stage_prefill_pages(cache, pages, dtype, k_scale, v_scale):
     fp8 = cache.element_size() == 1
     if fp8:
         cache = cache.view(torch.uint8)
-    block = min(triton.next_power_of_2(tokens * width), 4096)
+    block = min(triton.next_power_of_2(tokens * width), COPY[0])
     _stage_prefill_pages_kernel[(count, triton.cdiv(tokens * width, block))](
         cache,
         pages,
@@ -61,6 +65,6 @@ def stage_prefill_pages(cache, pages, dtype, k_scale, v_scale):
         FP8=fp8,
         NATIVE=fp8 and has_native_e4m3(cache.device),
         BLOCK=block,
-        num_warps=8,
+        num_warps=COPY[1],
     )
     return out

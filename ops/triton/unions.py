@@ -1,10 +1,10 @@
 """The union of the pages that a tile of neighbouring rows picked, and which of its rows picked each page.
 
 A tile is ROWS_PER_TILE consecutive rows. Their history pages (all but each row's last, partly filled one, which the attention kernels
-treat apart) go into a hash table in global memory, one per tile, all pages of a tile at once: in every round each pending page looks
-at its slot, the free slots take the largest page that asks for them, and whoever does not find itself moves on. Rounds are separated
+treat apart) go into a hash table in global memory, one per tile, a row at a time: in every round each pending page looks at
+its slot, the free slots take the largest page that asks for them, and whoever does not find itself moves on. Rounds are separated
 by barriers, so the table, and with it the order in which a tile is walked, depends on nothing but the pages: same batch, same bits.
-A hash table costs a few rounds of memory latency for all tiles of a launch together. Sorted pages would cost a sort of some 4,096
+A hash table costs some dozen rounds of memory latency, all tiles of a launch together. Sorted pages would cost a sort of some 4,096
 ids a tile, and a bitmap a size that grows with the cache instead of with what the rows picked.
 
 A tile is walked row by row instead where that is cheaper or the union would be wrong: its union is too large for the sharing to
@@ -18,8 +18,8 @@ import triton.language as tl
 ROWS_PER_TILE = 8
 # What one page costs in a union walk, over what one page of one row costs row by row, in sixteenths: measured on an H200, 2026-11-30.
 UNION_COST = 30
-# Columns of the rows' lists that are placed at a time, and warps. Small programs: their latency is hidden by many tiles at once.
-BUILD = (64, 4)
+# Pages of a row that are placed at a time, and warps. Small programs: their latency is hidden by many tiles at once.
+BUILD = (512, 4)
 _ROW_BY_ROW = tl.constexpr(-1)
 # Lists end in copies of a listed page with no row's bit set, so that a step of up to 16 pages never runs past the end.
 PADDING = 16
@@ -40,8 +40,9 @@ def _build_unions_kernel(
     pages,
     indptr,
     owners,
+    table,
     lists,
-    flags,
+    bits,
     counts,
     rows,
     pages_size,
@@ -53,14 +54,13 @@ def _build_unions_kernel(
     COST: tl.constexpr,
     PAD: tl.constexpr,
 ):
-    """lists int32 [tiles, 8 + SLOTS + PAD] and flags int64 of the same shape hold the hash table first and the lists after it."""
+    """table int64 [tiles, SLOTS]: a page in a slot's low half, -1 if free, and its rows' bits in the high half."""
     tile = tl.program_id(0)
+    table += tile.to(tl.int64) * SLOTS
+    slot_pages = table.to(tl.pointer_type(tl.int32))
+    slot_bits = slot_pages + 1
     lists += tile.to(tl.int64) * (ROWS + SLOTS + PAD)
-    flags += tile.to(tl.int64) * (ROWS + SLOTS + PAD)
-    bits_of_lists = flags.to(tl.pointer_type(tl.uint8))
-    table = lists + ROWS
-    bytes_of_flags = bits_of_lists + ROWS
-    flags += 1
+    bits += tile.to(tl.int64) * (ROWS + SLOTS + PAD)
 
     lane_row = tl.arange(0, ROWS)
     tile_row = tile.to(tl.int64) * ROWS + lane_row
@@ -68,80 +68,89 @@ def _build_unions_kernel(
     begin, end = row_range(indptr, tile_row, in_range, pages_size)
     history = tl.maximum(end - begin - 1, 0)
     total = tl.sum(history, 0)
-    widest = tl.max(history, 0)
     owner = tl.load(owners + tile_row, mask=in_range, other=0)
     live = end > begin
     first_owner = tl.min(tl.where(live, owner, 2147483647), 0)
     last_owner = tl.max(tl.where(live, owner, -2147483648), 0)
-    # A tile of dead rows only is left to the row kernel, which writes its zeros.
-    fits = (widest <= SLOTS) & (first_owner == last_owner)
-
-    count = tl.full((), _ROW_BY_ROW, tl.int32)
+    # The most pages for which the sharing pays and the table does not get slow.
+    most = tl.minimum(total * 16 // COST, SLOTS * 7 // 8)
+    # A tile of dead rows only is left to the row kernel, which writes its zeros; a single history needs no sharing to be a union.
+    fits = (first_owner == last_owner) & (tl.max(history, 0) <= SLOTS * 7 // 8)
     if fits:
         slots = tl.arange(0, CHUNK)
         for first in range(0, SLOTS, CHUNK):
-            tl.store(table + first + slots, tl.full([CHUNK], -1, tl.int32))
-            tl.store(flags + first + slots, tl.full([CHUNK], 0, tl.int64))
+            tl.store(table + first + slots, tl.full([CHUNK], 0xFFFFFFFF, tl.int64))
         tl.debug_barrier()
 
-        lane = tl.arange(0, ROWS * WIDTH)
-        row = tile.to(tl.int64) * ROWS + lane // WIDTH
-        lane_begin, lane_end = row_range(indptr, row, row < rows, pages_size)
-        unplaced = tl.full((), 0, tl.int32)
-        for first in range(0, widest.to(tl.int32), WIDTH):
-            place = lane_begin + first + lane % WIDTH
-            # Once a round limit was hit the table is too full for the union to pay, and the rest is not worth placing.
-            pending = (place < lane_end - 1) & (unplaced == 0)
+    placed_pages = tl.full((), 0, tl.int64)
+    row = tl.full((), 0, tl.int32)
+    lane = tl.arange(0, WIDTH)
+    while (row < ROWS) & fits:
+        # A row at a time, so that only pages new to the tile compete for slots, and bits are read and written by one lane each.
+        row_begin, row_end = row_range(
+            indptr, tile.to(tl.int64) * ROWS + row, tile.to(tl.int64) * ROWS + row < rows, pages_size
+        )
+        for first in range(0, (row_end - row_begin).to(tl.int32) - 1, WIDTH):
+            place = row_begin + first + lane
+            pending = place < row_end - 1
             wanted = tl.load(pages + place, mask=pending, other=0)
             wanted = tl.minimum(tl.maximum(wanted, 0), page_limit - 1)
             mixed = wanted.to(tl.uint32) * 0x9E3779B1
             slot = ((mixed >> 15) & (SLOTS - 1)).to(tl.int32)
             step = ((mixed >> 7) & (SLOTS - 1)).to(tl.int32) | 1
-            unplaced += tl.sum(pending.to(tl.int32), 0)
+            unplaced = tl.sum(pending.to(tl.int32), 0)
             rounds = 0
-            while (unplaced > 0) & (rounds < 16):
-                seen = tl.load(table + slot, mask=pending, other=-2, volatile=True)
+            while (unplaced > 0) & (rounds < 32):
+                entry = tl.load(table + slot, mask=pending, other=0, volatile=True)
+                seen = entry.to(tl.int32)
                 tl.debug_barrier()
                 free = pending & (seen == -1)
-                tl.atomic_max(table + slot, wanted, mask=free, sem="relaxed")
+                tl.atomic_max(slot_pages + slot * 2, wanted, mask=free, sem="relaxed")
                 tl.debug_barrier()
-                seen = tl.where(free, tl.load(table + slot, mask=free, other=-2, volatile=True), seen)
+                seen = tl.where(free, tl.load(slot_pages + slot * 2, mask=free, other=-2, volatile=True), seen)
                 placed = pending & (seen == wanted)
-                # One byte a slot and row: no two lanes of a round write the same byte, but for a page that a row lists twice.
-                tl.store(bytes_of_flags + slot * 8 + lane // WIDTH, tl.full([ROWS * WIDTH], 1, tl.uint8), mask=placed)
+                tl.store(slot_bits + slot * 2, (entry >> 32).to(tl.int32) | (1 << row), mask=placed)
+                placed_pages += tl.sum((placed & free).to(tl.int64), 0)
                 pending = pending & (seen != wanted)
                 slot = tl.where(pending, (slot + step) & (SLOTS - 1), slot)
                 unplaced = tl.sum(pending.to(tl.int32), 0)
                 rounds += 1
+            fits = fits & (unplaced == 0)
+        fits = fits & ((placed_pages <= most) | (total == 0))
+        row += 1
         tl.debug_barrier()
 
-        if unplaced == 0:
-            # The lists take the table's place: what a chunk writes lies below what it and the chunks before it have read.
-            found = tl.full((), 0, tl.int32)
-            listed = tl.full((), 0, tl.int64)
-            some_page = tl.full((), 0, tl.int32)
-            for first in range(0, SLOTS, CHUNK):
-                page = tl.load(table + first + slots, volatile=True)
-                flag = tl.load(flags + first + slots, volatile=True)
-                used = page >= 0
-                # Eight bytes of 0 or 1 to eight bits, byte i to bit i; and to their sum.
-                bits = ((flag * 0x0102040810204080) >> 56) & 0xFF
-                listed += tl.sum((flag * 0x0101010101010101) >> 56, 0)
-                target = found + tl.cumsum(used.to(tl.int32), 0) - 1
-                some_page = tl.maximum(some_page, tl.max(page, 0))
-                tl.debug_barrier()
-                tl.store(table + target, page, mask=used)
-                tl.store(bytes_of_flags + target, bits.to(tl.uint8), mask=used)
-                found += tl.sum(used.to(tl.int32), 0)
-            tl.store(table + found + tl.arange(0, PAD), some_page + tl.zeros([PAD], tl.int32))
-            tl.store(bytes_of_flags + found + tl.arange(0, PAD), tl.zeros([PAD], tl.uint8))
-            # The lists begin with every row's own last page; a dead row repeats a live row's and is seen by nobody.
-            own = tl.load(pages + end - 1, mask=live, other=-1)
-            own = tl.where(live, tl.minimum(tl.maximum(own, 0), page_limit - 1), -1)
-            tl.store(lists + lane_row, tl.where(live, own, tl.max(own, 0)))
-            tl.store(bits_of_lists + lane_row, tl.where(live, 1 << lane_row, 0).to(tl.uint8))
-            if (listed == total) & ((found.to(tl.int64) * COST <= total * 16) | (total == 0)):
-                count = found
+    count = tl.full((), _ROW_BY_ROW, tl.int32)
+    if fits:
+        found = tl.full((), 0, tl.int32)
+        listed = tl.full((), 0, tl.int64)
+        some_page = tl.full((), 0, tl.int32)
+        slots = tl.arange(0, CHUNK)
+        for first in range(0, SLOTS, CHUNK):
+            entry = tl.load(table + first + slots, volatile=True)
+            page = entry.to(tl.int32)
+            picked = (entry >> 32).to(tl.int32)
+            used = page >= 0
+            target = ROWS + found + tl.cumsum(used.to(tl.int32), 0) - 1
+            tl.store(lists + target, page, mask=used)
+            tl.store(bits + target, picked.to(tl.uint8), mask=used)
+            found += tl.sum(used.to(tl.int32), 0)
+            some_page = tl.maximum(some_page, tl.max(page, 0))
+            # Bits of a byte, counted in pairs, fours and all.
+            picked = picked - ((picked >> 1) & 0x55)
+            picked = (picked & 0x33) + ((picked >> 2) & 0x33)
+            listed += tl.sum(((picked + (picked >> 4)) & 0xF).to(tl.int64), 0)
+        pad = ROWS + found + tl.arange(0, PAD)
+        tl.store(lists + pad, some_page + tl.zeros([PAD], tl.int32))
+        tl.store(bits + pad, tl.zeros([PAD], tl.uint8))
+        # The lists begin with every row's own last page; a dead row repeats a live row's and is seen by nobody.
+        own = tl.load(pages + end - 1, mask=live, other=-1)
+        own = tl.where(live, tl.minimum(tl.maximum(own, 0), page_limit - 1), -1)
+        tl.store(lists + lane_row, tl.where(live, own, tl.max(own, 0)))
+        tl.store(bits + lane_row, tl.where(live, 1 << lane_row, 0).to(tl.uint8))
+        # Fewer bits than listed pages: some row lists a page twice.
+        if listed == total:
+            count = found
     tl.store(counts + tile, count)
 
 
@@ -154,19 +163,21 @@ def union_slots(rows, pages_size):
 def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
     """Lists of every tile's pages and row bits.
 
-    Returns (lists int32 [tiles, 8 + slots + 16], bits uint8 [tiles, 8 * (8 + slots + 16)], counts int32 [tiles]). A tile's list is its
-    rows' own last pages, one a row, then counts[tile] pages of the union, then padding; bit i of a page's byte is set if row i of the
-    tile picked it. A count of -1 means that the tile is to be walked row by row.
+    Returns (lists int32 [tiles, 8 + slots + 16], bits uint8 of the same shape, counts int32 [tiles]). A tile's list is its rows' own
+    last pages, one a row, then counts[tile] pages of the union, then padding; bit i of a page's byte is set if row i of the tile
+    picked it. A count of -1 means that the tile is to be walked row by row.
     """
     tiles = triton.cdiv(rows, ROWS_PER_TILE)
     slots = union_slots(rows, pages.shape[0])
+    table = torch.empty((tiles, slots), dtype=torch.int64, device=pages.device)
     lists = torch.empty((tiles, ROWS_PER_TILE + slots + PADDING), dtype=torch.int32, device=pages.device)
-    bits = torch.empty((tiles, ROWS_PER_TILE + slots + PADDING), dtype=torch.int64, device=pages.device)
+    bits = torch.empty((tiles, ROWS_PER_TILE + slots + PADDING), dtype=torch.uint8, device=pages.device)
     counts = torch.empty((tiles,), dtype=torch.int32, device=pages.device)
     _build_unions_kernel[(tiles,)](
         pages,
         indptr,
         owners,
+        table,
         lists,
         bits,
         counts,
@@ -181,4 +192,4 @@ def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
         PAD=PADDING,
         num_warps=BUILD[1],
     )
-    return lists, bits.view(torch.uint8), counts
+    return lists, bits, counts
