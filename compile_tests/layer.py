@@ -87,7 +87,8 @@ def make_step(query_lens, seq_lens, *, kv_blocks, index_pages, key_budget, seed=
 
     table = deal(kv_blocks, BLOCK, seq_lens).clamp_min(0)
     index_table = deal(index_pages, 64, [n // REGION for n in seq_lens])
-    positions = torch.cat([torch.arange(n - m, n) for m, n in zip(query_lens, seq_lens, strict=True)] or [torch.empty(0, dtype=int)])
+    parts = [torch.arange(n - m, n) for m, n in zip(query_lens, seq_lens, strict=True)]
+    positions = torch.cat(parts or [torch.empty(0, dtype=torch.int64)])
     owners = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens, dtype=torch.int64))
     ends = (positions % REGION == REGION - 1).nonzero().squeeze(1)
     region = positions[ends] // REGION

@@ -59,6 +59,19 @@ OPS: tuple[Op, ...] = (
         ("sizes",),
     ),
     Op(
+        "stage_keys",
+        "pack_keys(Tensor cache, Tensor block_table, Tensor local_cu_seq_lens, SymInt max_local_keys) -> Tensor",
+        "yes",
+        ("sizes",),
+    ),
+    Op(
+        "stage_keys",
+        "restore_keys(Tensor gathered, Tensor token_to_seq, Tensor cu_seq_lens, Tensor all_cu, int world, int interleave)"
+        " -> (Tensor payload, Tensor scales)",
+        "yes",
+        ("sizes",),
+    ),
+    Op(
         "score_keys",
         "score_keys(Tensor q, Tensor? q_scale, Tensor payload, Tensor scales, Tensor weights, Tensor ks, Tensor ke,"
         " float weight_scale, str precision) -> Tensor",

@@ -16,8 +16,8 @@ def mark_unbacked_sizes(*values, dims: tuple[int, ...] = (0,)) -> None:
         dims: dimensions to mark; a tensor with fewer has those it has marked. Tables [requests, width] want (0, 1).
 
     Only the sizes of a step (rows, keys, requests, chunks, pages) should be marked. Block counts of caches and buffers that
-    ``CompactPagedPrefill(max_rows=...)`` fixes stay static. Without this torch compiles twice: once for the first size,
-    once for all others (and again for sizes 0 and 1, which it always specializes).
+    ``CompactPagedPrefill(max_rows=...)`` fixes stay static. Without this torch compiles again whenever a size first changes, and
+    for every size that is 0 or 1.
     """
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -15,7 +15,9 @@ _HALF = (torch.bfloat16, torch.float16)
 _FLOAT = (torch.bfloat16, torch.float16, torch.float32)
 _COPIED = (*_FLOAT, torch.int16, torch.uint16)  # moved bit for bit, never computed with
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
+# Attention backends, and those of each device type, the one "auto" means first.
 BACKENDS = ("auto", "torch", "triton", "flashinfer")
+_DEVICE_BACKENDS = {"cpu": ("torch",), "cuda": ("triton",)}
 PRECISIONS = ("exact", "fast")
 LAYOUTS = ("preshuffled64",)
 
@@ -496,7 +498,18 @@ def paged_attention(query, cache, pages, indptr, last_page_len, owners, out, sca
         _contiguous(op, name, tensor)
         _at_least(op, name, tensor, least, why)
     is_number(op, "scale", scale)
+    attention_backend(op, backend, device)
+
+
+def attention_backend(op, backend, device):
+    """Refuses a backend that ``device`` has not: none falls back to another."""
     one_of(op, "backend", backend, BACKENDS)
+    allowed = _DEVICE_BACKENDS.get(device.type, ())
+    if not allowed:
+        raise ValueError(f"{op}: backend was {backend!r} on {device.type}, which has none; must run on cpu or cuda")
+    if backend != "auto" and backend not in allowed:
+        names = " or ".join(map(repr, ("auto", *allowed)))
+        raise ValueError(f"{op}: backend was {backend!r} on {device.type}, must be {names} there")
 
 
 def total_keys(op, value, payload):

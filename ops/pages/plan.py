@@ -45,7 +45,7 @@ class CompactPagedPrefill:
     Args:
         workspace: scratch memory of a backend that takes it, uint8 [bytes], or None. "torch" takes none.
         max_rows: the most rows of any step; fixes every buffer at the first plan. Without it buffers grow when a plan needs it.
-        backend: "auto" or "torch". "auto" is "torch" on a CPU.
+        backend: "auto", or by name: "torch" on a CPU, "triton" on a GPU. "auto" is the first of its device's.
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -111,7 +111,7 @@ class CompactPagedPrefill:
         validation.block_size_of_8(op, block_size)
         if not isinstance(contiguous_query, bool):
             raise TypeError(f"{op}: contiguous_query was {contiguous_query!r}, must be a bool")
-        self._check_backend(op, device)
+        validation.attention_backend(op, self.backend, device)
         if self.max_rows is not None and rows > self.max_rows:
             raise ValueError(f"{op}: query_shape had {rows} rows, must have at most max_rows = {self.max_rows}")
         try:
@@ -274,13 +274,6 @@ class CompactPagedPrefill:
         for name, value, least in (("rows", rows, 0), ("heads", heads, 1), ("dim", dim, 1)):
             validation.is_int(op, f"query_shape's {name}", value, least)
         return rows, heads, dim
-
-    def _check_backend(self, op, device):
-        if self.backend not in ("auto", "torch") or (self.backend == "auto" and device.type != "cpu"):
-            raise ValueError(
-                f"{op}: backend was {self.backend!r} on {device.type}, must be 'torch' or 'auto' on cpu: no other backend is"
-                " built yet"
-            )
 
     def _reserve(self, op, rows, heads, dim, dtype, device, region_count, contiguous_query):
         """Buffers for this step; kept as they are where they fit, so that graphs may hold their addresses."""
