@@ -321,9 +321,19 @@ class Walk:
     stages: int
 
 
-# Tuned on an H200, 2026-11-30, for 16-bit caches; keyed by the padded head_dim. Other GPUs have less shared memory: see _walks.
+# Tuned on an H200, 2026-11-30, over random and shared regions; keyed by the padded head_dim. Many rows: one warp a row, so that many
+# rows' gathers are in flight at once. Few rows: several warps, or a row's own latency is what counts. Where a GPU has less shared
+# memory, _fit takes fewer stages, then fewer tokens.
 _UNION_WALKS = {64: Walk(128, 8, 3), 128: Walk(64, 8, 3), 192: Walk(64, 8, 3), 256: Walk(32, 8, 3)}
-_ROW_WALKS = {64: Walk(32, 1, 5), 128: Walk(32, 1, 5), 192: Walk(16, 1, 4), 256: Walk(16, 1, 4)}
+_MANY_ROW_WALKS = {64: Walk(32, 1, 5), 128: Walk(32, 1, 5), 192: Walk(16, 1, 4), 256: Walk(16, 1, 4)}
+_MANY_FP8_ROW_WALKS = {64: Walk(32, 1, 3), 128: Walk(32, 1, 3), 192: Walk(64, 2, 4), 256: Walk(64, 4, 4)}
+_FEW_ROW_WALKS = {64: Walk(128, 4, 4), 128: Walk(64, 4, 4), 192: Walk(64, 4, 4), 256: Walk(64, 4, 4)}
+# Rows a multiprocessor from which unions are built, and from which rows are many.
+UNION_ROWS = 4
+MANY_ROWS = 16
+# Query heads that one program takes; more are walked in several passes.
+HEADS_A_PASS = 16
+MAX_HEAD_DIM = 256
 
 
 def padded_dims(dim):
@@ -333,33 +343,38 @@ def padded_dims(dim):
     return max(triton.next_power_of_2(dim), 16), 0
 
 
-def walks(dim, itemsize, shared_memory):
-    """The union and the row kernel's Walk that fit a GPU's shared memory (bytes a program may use)."""
-    d0, d1 = padded_dims(dim)
-    key = min(width for width in _UNION_WALKS if width >= min(d0 + d1, 256))
-    union, row = _UNION_WALKS[key], _ROW_WALKS[key]
-    query = 8 * 16 * (d0 + d1) * itemsize
+def _fit(walk, width, itemsize, resident, shared_memory):
+    tokens, stages = walk.tokens, walk.stages
+    step = 2 * width * itemsize
+    while stages > 1 and resident + tokens * step * (stages - 1) > shared_memory:
+        stages -= 1
+    while tokens > 16 and resident + tokens * step * max(stages - 1, 1) > shared_memory:
+        tokens //= 2
+    return Walk(tokens, walk.warps, stages)
 
-    def fit(walk, resident):
-        # One step's K and V, per stage, beside the queries.
-        tokens, stages = walk.tokens, walk.stages
-        while stages > 1 and resident + tokens * 2 * (d0 + d1) * itemsize * stages > shared_memory:
-            stages -= 1
-        while tokens > 16 and resident + tokens * 2 * (d0 + d1) * itemsize * stages > shared_memory:
-            tokens //= 2
-        return Walk(tokens, walk.warps, stages)
 
-    return fit(union, query), fit(row, query // 8)
+@functools.lru_cache(None)
+def walks(dim, itemsize, fp8, many_rows, shared_memory):
+    """The union and the row kernel's Walk for a head_dim, the bytes of a query element, and a GPU's shared memory in bytes."""
+    width = sum(padded_dims(dim))
+    key = min(entry for entry in _UNION_WALKS if entry >= width)
+    rows = (_MANY_FP8_ROW_WALKS if fp8 else _MANY_ROW_WALKS) if many_rows else _FEW_ROW_WALKS
+    query = HEADS_A_PASS * width * itemsize
+    return (
+        _fit(_UNION_WALKS[key], width, itemsize, ROWS_PER_TILE * query, shared_memory),
+        _fit(rows[key], width, itemsize, query, shared_memory),
+    )
 
 
 @functools.lru_cache(None)
 def _device_facts(device):
-    """(multiprocessors, shared memory a program may use) of a device; small stand-ins for Triton's interpreter."""
+    """(multiprocessors, shared memory a program may use, whether attention_hopper.py runs there); stand-ins for the interpreter."""
     if device.type != "cuda":
-        return 1, 65536
+        return 1, 65536, False
     properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 65536) or 65536
-    return properties.multi_processor_count, shared
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or 65536
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    return properties.multi_processor_count, shared, hopper
 
 
 def view_pages(cache):
@@ -371,16 +386,12 @@ def view_pages(cache):
     return ((blocks - 1) * cache.stride(0) + cache.shape[2] * cache.stride(2)) // page_stride, page_stride
 
 
-def _takes_bulk_copies(query, cache, page_limit, scale):
-    """Whether attention_hopper.py can walk this cache's unions."""
-    heads, dim = query.shape[1], query.shape[2]
+def _takes_bulk_copies(cache, heads, dim, page_limit, scale):
+    """Whether attention_hopper.py, on a GPU that runs it, can walk this cache's unions."""
     return (
-        cache.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(cache.device) == (9, 0)
-        and cache.element_size() == 2
+        cache.element_size() == 2
         and dim in (64, 128, 192, 256)
-        and 4 < heads <= 16
+        and heads > 4
         and cache.data_ptr() % 16 == 0
         and cache.stride(2) % 8 == 0
         # The copy engine's coordinates are 32 bits wide, and the maximum is taken before scaling.
@@ -389,51 +400,65 @@ def _takes_bulk_copies(query, cache, page_limit, scale):
     )
 
 
-def _launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, share=None, hopper=None):
-    rows, heads, dim = out.shape
+def launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, share=None, bulk_copies=None):
+    """The kernels of one call. share: whether to build unions; bulk_copies: whether attention_hopper.py walks them; None: by rule."""
+    rows, all_heads, dim = out.shape
     page_limit, page_stride = view_pages(cache)
     fp8 = cache.element_size() == 1
-    if fp8:
+    if fp8 and cache.dtype is not torch.uint8:
         cache = cache.view(torch.uint8)
+    multiprocessors, shared_memory, hopper = _device_facts(cache.device)
+    union_walk, row_walk = walks(dim, query.element_size(), fp8, rows >= MANY_ROWS * multiprocessors, shared_memory)
     d0, d1 = padded_dims(dim)
-    multiprocessors, shared_memory = _device_facts(cache.device)
-    union_walk, row_walk = walks(dim, query.element_size(), shared_memory)
-    group = max(triton.next_power_of_2(heads), 2)
-    dims = {"HEADS": heads, "ROWS": ROWS_PER_TILE, "DIM": dim, "D0": d0, "D1": d1}
-    kinds = {"FP8": fp8, "NATIVE": fp8 and has_native_e4m3(cache.device), "IEEE": query.dtype is torch.float32}
-    query_strides = (query.stride(0), query.stride(1))
-    cache_strides = (page_stride, cache.stride(2))
-    out_strides = (out.stride(0), out.stride(1))
     scale_log2 = scale * _LOG2_E
-    counts = None
     if share is None:
-        share = rows >= 4 * multiprocessors
+        share = rows >= UNION_ROWS * multiprocessors
     if share:
         lists, bits, counts = build_unions(pages, indptr, owners, rows, page_limit)
-        if hopper is None:
-            hopper = _takes_bulk_copies(query, cache, page_limit, scale)
-        if hopper:
-            from .attention_hopper import walk_unions
-
-            walk_unions(query, cache, page_limit, last_page_len, lists, bits, counts, out, scale_log2, (d0, d1), group)
+    else:
+        counts = None
+    for first in range(0, all_heads, HEADS_A_PASS):
+        heads = min(all_heads - first, HEADS_A_PASS)
+        group = max(triton.next_power_of_2(heads), 2)
+        if all_heads > HEADS_A_PASS:
+            some_query, some_out = query[:, first : first + heads], out[:, first : first + heads]
         else:
-            _union_kernel[(counts.shape[0],)](
-                query, cache, pages, indptr, last_page_len, lists, bits, counts, out, k_scale, v_scale, scale_log2,
-                rows, pages.shape[0], page_limit, lists.stride(0), *query_strides, *cache_strides, *out_strides,
-                GROUP=group, TOKENS=union_walk.tokens, STAGES=union_walk.stages, num_warps=union_walk.warps, **dims, **kinds,
-            )  # fmt: skip
-    _row_kernel[(rows,)](
-        query, cache, pages, indptr, last_page_len, counts, out, k_scale, v_scale, scale_log2,
-        rows, pages.shape[0], page_limit, *query_strides, *cache_strides, *out_strides,
-        GROUP=max(group, 16), TOKENS=row_walk.tokens, STAGES=row_walk.stages, num_warps=row_walk.warps,
-        DECIDED=counts is not None, **dims, **kinds,
-    )  # fmt: skip
+            some_query, some_out = query, out
+        strides = (
+            some_query.stride(0), some_query.stride(1), page_stride, cache.stride(2), some_out.stride(0), some_out.stride(1)
+        )  # fmt: skip
+        kinds = {
+            "HEADS": heads, "ROWS": ROWS_PER_TILE, "DIM": dim, "D0": d0, "D1": d1,
+            "FP8": fp8, "NATIVE": fp8 and has_native_e4m3(cache.device), "IEEE": query.dtype is torch.float32,
+        }  # fmt: skip
+        if share:
+            if bulk_copies is None:
+                bulk_copies = hopper and _takes_bulk_copies(cache, heads, dim, page_limit, scale)
+            if bulk_copies:
+                from .attention_hopper import walk_unions
+
+                walk_unions(some_query, cache, page_limit, last_page_len, lists, bits, counts, some_out, scale_log2, (d0, d1), group)
+            else:
+                _union_kernel[(counts.shape[0],)](
+                    some_query, cache, pages, indptr, last_page_len, lists, bits, counts, some_out, k_scale, v_scale, scale_log2,
+                    rows, pages.shape[0], page_limit, lists.stride(0), *strides,
+                    GROUP=group, TOKENS=union_walk.tokens, STAGES=union_walk.stages, num_warps=union_walk.warps, **kinds,
+                )  # fmt: skip
+        _row_kernel[(rows,)](
+            some_query, cache, pages, indptr, last_page_len, counts, some_out, k_scale, v_scale, scale_log2,
+            rows, pages.shape[0], page_limit, *strides,
+            GROUP=max(group, 16), TOKENS=row_walk.tokens, STAGES=row_walk.stages, num_warps=row_walk.warps, DECIDED=share,
+            **kinds,
+        )  # fmt: skip
 
 
 def paged_attention(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, backend):
+    dim = query.shape[2]
+    if dim > MAX_HEAD_DIM:
+        raise ValueError(f"paged_attention: query had head_dim {dim}, must have at most {MAX_HEAD_DIM} with backend 'triton'")
     if out.numel() == 0:
         return
-    if cache.numel() == 0:
+    if cache.numel() == 0 or pages.numel() == 0:
         out.zero_()
         return
-    _launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale)
+    launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale)

@@ -8,7 +8,7 @@ from .fp8 import decode_e4m3, has_native_e4m3
 
 
 # Elements of a program, and warps.
-COPY = (4096, 8)
+COPY = (2048, 4)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ ROWS_PER_TILE = 8
 # What one page costs in a union walk, over what one page of one row costs row by row, in sixteenths: measured on an H200, 2026-11-30.
 UNION_COST = 30
 # Pages of a row that are placed at a time, and warps. Small programs: their latency is hidden by many tiles at once.
-BUILD = (512, 4)
+BUILD = (512, 2)
 _ROW_BY_ROW = tl.constexpr(-1)
 # Lists end in copies of a listed page with no row's bit set, so that a step of up to 16 pages never runs past the end.
 PADDING = 16
