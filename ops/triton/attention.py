@@ -6,8 +6,8 @@ Two kernels share the work, and a pass on the device decides per tile of 8 rows 
   matrix products, with one bit a row and page for a mask;
 - the row kernel walks one row's own list.
 
-A tile's first step is every row's own last page, which alone is partly filled; after it the history pages need no token masks, and
-every row that has pages has seen a token, so that no later step can meet a row without a maximum.
+A tile's first step is every row's own last page, which alone is partly filled; after it the history pages need no token
+masks, and every row that has pages has seen a token, so that no later step can meet a row without a maximum.
 """
 
 import functools
@@ -121,8 +121,7 @@ def _load_query(pointers, live, first: tl.constexpr, SIZE: tl.constexpr, DIM: tl
 def _store_result(pointers, acc, norm, v_scale, live, first: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr):
     column = first + tl.arange(0, SIZE)
     # A row that saw no token gives exactly zero.
-    value = tl.where((norm > 0)[:, None], acc * (v_scale / norm)[:, None], 0.0)
-    value = tl.where((norm == 0)[:, None], 0.0, value)
+    value = acc * tl.where(norm == 0, 0.0, v_scale / norm)[:, None]
     tl.store(
         pointers[:, None] + column[None, :],
         value.to(pointers.dtype.element_ty),
@@ -218,6 +217,14 @@ def _union_kernel(
             DIM, D0, D1, False, FP8, NATIVE, IEEE,
         )  # fmt: skip
 
+    # A weight of 0 times a NaN or an infinity that only another row of the tile picked is NaN: the row kernel, which runs next,
+    # walks such a tile again.
+    total = tl.sum(acc0, 1)
+    if D1 > 0:
+        total += tl.sum(acc1, 1)
+    if tl.max((total != total).to(tl.int32), 0) > 0:
+        tl.store(counts + tile, -1)
+        return
     out_rows = out + row * stride_out_row + head.to(tl.int64) * stride_out_head
     _store_result(out_rows, acc0, norm, v_factor, live, 0, D0, DIM)
     if D1 > 0:
@@ -321,9 +328,9 @@ class Walk:
     stages: int
 
 
-# Tuned on an H200, 2026-11-30, over random and shared regions; keyed by the padded head_dim. Many rows: one warp a row, so that many
-# rows' gathers are in flight at once. Few rows: several warps, or a row's own latency is what counts. Where a GPU has less shared
-# memory, _fit takes fewer stages, then fewer tokens.
+# Tuned on an H200, 2026-11-30, over random and shared regions; keyed by the padded head_dim. Many rows: one warp a row, so that
+# many rows' gathers are in flight at once. Few rows: several warps, since a row's own latency is what counts. Where a GPU has
+# less shared memory, _fit takes fewer stages, then fewer tokens.
 _UNION_WALKS = {64: Walk(128, 8, 3), 128: Walk(64, 8, 3), 192: Walk(64, 8, 3), 256: Walk(32, 8, 3)}
 _MANY_ROW_WALKS = {64: Walk(32, 1, 5), 128: Walk(32, 1, 5), 192: Walk(16, 1, 4), 256: Walk(16, 1, 4)}
 _MANY_FP8_ROW_WALKS = {64: Walk(32, 1, 3), 128: Walk(32, 1, 3), 192: Walk(64, 2, 4), 256: Walk(64, 4, 4)}
@@ -368,7 +375,7 @@ def walks(dim, itemsize, fp8, many_rows, shared_memory):
 
 @functools.lru_cache(None)
 def _device_facts(device):
-    """(multiprocessors, shared memory a program may use, whether attention_hopper.py runs there); stand-ins for the interpreter."""
+    """(multiprocessors, shared memory of a program, whether attention_hopper.py runs); stand-ins for the interpreter."""
     if device.type != "cuda":
         return 1, 65536, False
     properties = torch.cuda.get_device_properties(device)
@@ -401,7 +408,7 @@ def _takes_bulk_copies(cache, heads, dim, page_limit, scale):
 
 
 def launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, share=None, bulk_copies=None):
-    """The kernels of one call. share: whether to build unions; bulk_copies: whether attention_hopper.py walks them; None: by rule."""
+    """The kernels of one call. share: whether to build unions; bulk_copies: whether attention_hopper.py walks them."""
     rows, all_heads, dim = out.shape
     page_limit, page_stride = view_pages(cache)
     fp8 = cache.element_size() == 1
@@ -437,7 +444,9 @@ def launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_sca
             if bulk_copies:
                 from .attention_hopper import walk_unions
 
-                walk_unions(some_query, cache, page_limit, last_page_len, lists, bits, counts, some_out, scale_log2, (d0, d1), group)
+                walk_unions(
+                    some_query, cache, page_limit, last_page_len, lists, bits, counts, some_out, scale_log2, (d0, d1), group
+                )
             else:
                 _union_kernel[(counts.shape[0],)](
                     some_query, cache, pages, indptr, last_page_len, lists, bits, counts, some_out, k_scale, v_scale, scale_log2,

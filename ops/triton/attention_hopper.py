@@ -1,9 +1,9 @@
 """The union walk on Hopper: two warps bring pages in with the bulk copy engine while warpgroups multiply.
 
-The same walk as attention.py's union kernel over the same lists (unions.py), written in Gluon because it needs what Triton's own
-pipelining does not give: a page of 8 tokens is exactly one 1,024-byte swizzle atom for every 64 elements, so that a gather of pages is
-a handful of bulk copies that land where wgmma wants them; and each warpgroup starts the scores of the next step before it turns those
-of this one into weights, so that the tensor cores do not wait for exponentials.
+The same walk as attention.py's union kernel over the same lists (unions.py), written in Gluon because it needs what Triton's
+own pipelining does not give: a page of 8 tokens is exactly one 1,024-byte swizzle atom for every 64 elements, so that a gather
+of pages is a handful of bulk copies that land where wgmma wants them; and each warpgroup starts the scores of a step before the
+sums of the step before it are done, so that the tensor cores do not wait for exponentials.
 
 Compute capability 9.0, bf16 or fp16, head_dim 64, 128, 192 or 256, 16-byte aligned token rows. Anything else takes attention.py.
 """
@@ -100,7 +100,7 @@ def _store_output(out_rows, acc, norm, live, first: gl.constexpr, SIZE: gl.const
     column = first + gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
     pointers = gl.convert_layout(out_rows, gl.SliceLayout(1, layout))
     mask = gl.convert_layout(live, gl.SliceLayout(1, layout))
-    inverse = gl.convert_layout(gl.where(norm > 0, 1.0 / norm, 0.0), gl.SliceLayout(1, layout))
+    inverse = gl.convert_layout(gl.where(norm == 0, 0.0, 1.0 / norm), gl.SliceLayout(1, layout))
     # A row that saw no token gives exactly zero.
     value = acc * inverse[:, None]
     gl.store(pointers[:, None] + column[None, :], value.to(out_rows.dtype.element_ty), mask=mask[:, None])
@@ -112,6 +112,7 @@ def _consume(
     out,
     last_page_len,
     words,
+    count_of_tile,
     scale_log2,
     tile,
     rows,
@@ -235,10 +236,17 @@ def _consume(
     last = (steps - 1) % STAGES
     mbarrier.wait(v_full.index(last), ((steps - 1) // STAGES) & 1)
     acc0 = warpgroup_mma(weight0, v0.index(last), acc0)
+    total = gl.convert_layout(gl.sum(acc0, 1), line_layout)
+    if D1 > 0:
+        acc1 = warpgroup_mma(gl.convert_layout(weight0, weight1_layout), v1.index(last), acc1)
+        total += gl.convert_layout(gl.sum(acc1, 1), line_layout)
+    # A weight of 0 times a NaN or an infinity that only another row of the tile picked is NaN: the row kernel, which runs next,
+    # walks such a tile again.
+    if gl.max((total != total).to(gl.int32), 0) > 0:
+        gl.store(count_of_tile, -1)
     out_rows = out + row * stride_out_row + head.to(gl.int64) * stride_out_head
     _store_output(out_rows, acc0, norm, live, 0, D0, acc0_layout)
     if D1 > 0:
-        acc1 = warpgroup_mma(gl.convert_layout(weight0, weight1_layout), v1.index(last), acc1)
         _store_output(out_rows, acc1, norm, live, D0, D1, acc1_layout)
 
 
@@ -305,7 +313,7 @@ def _union_kernel(
                     (
                         _consume,
                         (
-                            query, out, last_page_len, words, scale_log2, tile, rows, steps,
+                            query, out, last_page_len, words, counts + tile, scale_log2, tile, rows, steps,
                             stride_query_row, stride_query_head, stride_out_row, stride_out_head,
                             q0, q1, k0, k1, v0, v1, k_full, k_empty, v_full, v_empty,
                             0, HEADS, GROUP, D0, D1, TOKENS, STAGES,
@@ -314,7 +322,7 @@ def _union_kernel(
                     (
                         _consume,
                         (
-                            query, out, last_page_len, words, scale_log2, tile, rows, steps,
+                            query, out, last_page_len, words, counts + tile, scale_log2, tile, rows, steps,
                             stride_query_row, stride_query_head, stride_out_row, stride_out_head,
                             q0, q1, k0, k1, v0, v1, k_full, k_empty, v_full, v_empty,
                             1, HEADS, GROUP, D0, D1, TOKENS, STAGES,
@@ -332,7 +340,7 @@ def _union_kernel(
                     (
                         _consume,
                         (
-                            query, out, last_page_len, words, scale_log2, tile, rows, steps,
+                            query, out, last_page_len, words, counts + tile, scale_log2, tile, rows, steps,
                             stride_query_row, stride_query_head, stride_out_row, stride_out_head,
                             q0, q1, k0, k1, v0, v1, k_full, k_empty, v_full, v_empty,
                             0, HEADS, GROUP, D0, D1, TOKENS, STAGES,
@@ -368,6 +376,11 @@ _WALKS = {
 }
 
 
+def registers(group):
+    """Registers of a thread that multiplies and of one that copies; on the copy engine's side the page ids of a step must fit."""
+    return {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40 if group == 16 else 24}
+
+
 def walk_unions(query, cache, page_limit, last_page_len, lists, bits, counts, out, scale_log2, dims, group):
     """Attention of every tile whose count is not -1. The arguments are those of attention.py's union kernel."""
     rows, heads, dim = out.shape
@@ -397,8 +410,7 @@ def walk_unions(query, cache, page_limit, last_page_len, lists, bits, counts, ou
         D1=dims[1],
         TOKENS=walk.tokens,
         STAGES=walk.stages,
-        CONSUMER_REGISTERS=232,
-        PRODUCER_REGISTERS=40 if group == 16 else 24,
+        **registers(group),
         num_warps=4,
         maxnreg=walk.registers,
     )

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-
 WARPS = 4
 
 
@@ -82,9 +81,7 @@ def _fill_prefill_pages_kernel(
         tl.store(target + rest, value, mask=rest < size)
 
 
-def fill_prefill_pages(
-    regions, table, owners, indptr, pages, block_size, query, contiguous_query, page_stride, start, num_pages
-):
+def fill_prefill_pages(regions, table, owners, indptr, pages, block_size, query, contiguous_query, page_stride, start, num_pages):
     rows, region_count = regions.shape
     if rows == 0:
         return

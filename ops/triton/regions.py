@@ -35,9 +35,7 @@ def append_own_region(selected, positions):
 
 
 @triton.jit
-def _fixup_positions_kernel(
-    positions, indptr, last_page_len, region_count, rows, capacity, stride_position, BLOCK: tl.constexpr
-):
+def _fixup_positions_kernel(positions, indptr, last_page_len, region_count, rows, capacity, stride_position, BLOCK: tl.constexpr):
     """One program: a running sum over at most some ten thousand rows takes a few microseconds."""
     lane = tl.arange(0, BLOCK)
     total = tl.full((), 0, tl.int32)

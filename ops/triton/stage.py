@@ -6,7 +6,6 @@ import triton.language as tl
 
 from .fp8 import decode_e4m3, has_native_e4m3
 
-
 # Elements of a program, and warps.
 COPY = (2048, 4)
 

@@ -1,11 +1,11 @@
 """The union of the pages that a tile of neighbouring rows picked, and which of its rows picked each page.
 
-A tile is ROWS_PER_TILE consecutive rows. Their history pages (all but each row's last, partly filled one, which the attention kernels
-treat apart) go into a hash table in global memory, one per tile, a row at a time: in every round each pending page looks at
-its slot, the free slots take the largest page that asks for them, and whoever does not find itself moves on. Rounds are separated
-by barriers, so the table, and with it the order in which a tile is walked, depends on nothing but the pages: same batch, same bits.
-A hash table costs some dozen rounds of memory latency, all tiles of a launch together. Sorted pages would cost a sort of some 4,096
-ids a tile, and a bitmap a size that grows with the cache instead of with what the rows picked.
+A tile is ROWS_PER_TILE consecutive rows. Their history pages (all but each row's last, partly filled one, which the attention
+kernels treat apart) go into a hash table in global memory, one a tile, a row at a time: in every round each pending page looks
+at its slot, the free slots take the largest page that asks for them, and whoever does not find itself moves on. Rounds are
+separated by barriers, so the table, and with it the order in which a tile is walked, depends on nothing but the pages: same
+batch, same bits. A hash table costs some dozen rounds of memory latency, all tiles of a launch together. Sorted pages would
+cost a sort of some 4,096 ids a tile, and a bitmap a size that grows with the cache instead of with what the rows picked.
 
 A tile is walked row by row instead where that is cheaper or the union would be wrong: its union is too large for the sharing to
 pay, its rows belong to different requests, or a row lists a page twice (which must then weigh twice).
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 ROWS_PER_TILE = 8
-# What one page costs in a union walk, over what one page of one row costs row by row, in sixteenths: measured on an H200, 2026-11-30.
+# What a page of a union costs, over what a page of one row costs row by row, in sixteenths: from an H200, 2026-11-30.
 UNION_COST = 30
 # Pages of a row that are placed at a time, and warps. Small programs: their latency is hidden by many tiles at once.
 BUILD = (512, 2)
@@ -87,9 +87,7 @@ def _build_unions_kernel(
     lane = tl.arange(0, WIDTH)
     while (row < ROWS) & fits:
         # A row at a time, so that only pages new to the tile compete for slots, and bits are read and written by one lane each.
-        row_begin, row_end = row_range(
-            indptr, tile.to(tl.int64) * ROWS + row, tile.to(tl.int64) * ROWS + row < rows, pages_size
-        )
+        row_begin, row_end = row_range(indptr, tile.to(tl.int64) * ROWS + row, tile.to(tl.int64) * ROWS + row < rows, pages_size)
         for first in range(0, (row_end - row_begin).to(tl.int32) - 1, WIDTH):
             place = row_begin + first + lane
             pending = place < row_end - 1
@@ -163,9 +161,9 @@ def union_slots(rows, pages_size):
 def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
     """Lists of every tile's pages and row bits.
 
-    Returns (lists int32 [tiles, 8 + slots + 16], bits uint8 of the same shape, counts int32 [tiles]). A tile's list is its rows' own
-    last pages, one a row, then counts[tile] pages of the union, then padding; bit i of a page's byte is set if row i of the tile
-    picked it. A count of -1 means that the tile is to be walked row by row.
+    Returns (lists int32 [tiles, 8 + slots + 16], bits uint8 of the same shape, counts int32 [tiles]). A tile's list is its rows'
+    own last pages, one a row, then counts[tile] pages of the union, then padding; bit i of a page's byte is set if row i of the
+    tile picked it. A count of -1 means that the tile is to be walked row by row.
     """
     tiles = triton.cdiv(rows, ROWS_PER_TILE)
     slots = union_slots(rows, pages.shape[0])
