@@ -11,7 +11,8 @@ def view_shape(cache: torch.Tensor) -> tuple[tuple[int, int, int, int], tuple[in
     """Size and strides of the page view of a cache [B, 1, N, 2*dim]; gaps between blocks lie inside it, never addressed."""
     blocks, _, tokens, width = cache.shape
     row = cache.stride(2)
-    size = ((blocks - 1) * cache.stride(0) + tokens * row) // (PAGE * row) if blocks else 0
+    # Of no blocks there are no pages, whatever their stride; the size may be symbolic.
+    size = torch.sym_max(((blocks - 1) * cache.stride(0) + tokens * row) // (PAGE * row), 0)
     return (size, PAGE, 1, width), (PAGE * row, row, width, 1)
 
 
@@ -20,7 +21,7 @@ def view_sparse_kv_pages(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
     validation.view_sparse_kv_pages(cache)
     blocks, _, tokens, width = cache.shape
-    if blocks <= 1 or cache.stride(0) == tokens * cache.stride(2):
+    if (type(blocks) is int and blocks <= 1) or cache.stride(0) == tokens * cache.stride(2):
         # Without gaps between blocks ordinary views do, and those compose under functionalization.
         pages = cache.squeeze(1).view(blocks * tokens // PAGE, PAGE, width).unsqueeze(2)
     else:
