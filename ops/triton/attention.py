@@ -129,7 +129,11 @@ def _store_result(pointers, acc, norm, v_scale, live, first: tl.constexpr, SIZE:
     )
 
 
-@triton.jit
+# What changes from step to step is not specialized on: nothing compiles again, in a capture least of all.
+_PER_STEP = ["rows", "pages_size", "page_limit"]
+
+
+@triton.jit(do_not_specialize=_PER_STEP)
 def _union_kernel(
     query,
     cache,
@@ -231,7 +235,7 @@ def _union_kernel(
         _store_result(out_rows, acc1, norm, v_factor, live, D0, D1, DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PER_STEP)
 def _row_kernel(
     query,
     cache,

@@ -250,7 +250,7 @@ def _consume(
         _store_output(out_rows, acc1, norm, live, D0, D1, acc1_layout)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows"])
 def _union_kernel(
     descriptor,
     query,

@@ -6,7 +6,7 @@ import triton.language as tl
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_rows", "table_width", "pages_size", "start", "num_pages"])
 def _fill_prefill_pages_kernel(
     regions,
     table,
@@ -122,7 +122,7 @@ def fill_prefill_pages(regions, table, owners, indptr, pages, block_size, query,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "rows"])
 def _store_owners_kernel(owners, kept, start, rows, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(kept + start + row, tl.load(owners + row, mask=row < rows), mask=row < rows)

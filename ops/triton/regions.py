@@ -11,7 +11,7 @@ def _floor_div8(x):
     return x >> 3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _append_own_region_kernel(selected, positions, out, k, stride_row, stride_column, stride_position, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +34,7 @@ def append_own_region(selected, positions):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["region_count", "rows", "capacity"])
 def _fixup_positions_kernel(positions, indptr, last_page_len, region_count, rows, capacity, stride_position, BLOCK: tl.constexpr):
     """One program: a running sum over at most some ten thousand rows takes a few microseconds."""
     lane = tl.arange(0, BLOCK)

@@ -35,7 +35,7 @@ def row_range(indptr, row, live, pages_size):
     return begin, tl.maximum(end, begin)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "pages_size", "page_limit"])
 def _build_unions_kernel(
     pages,
     indptr,
