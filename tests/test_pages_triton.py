@@ -474,7 +474,7 @@ def test_offsets_past_two_gib(walk):
     positions = list(range(200, 216))
     regions = neighbours(gen, positions, 12)
     owners = torch.zeros(16, dtype=torch.int32)
-    far = metadata(positions, regions, int32([used]), owners, cache.cpu()[:1])
+    far = metadata(positions, regions, int32([used]), owners, cache)
     near = metadata(positions, regions, int32([[0, 1, 2, 3]]), owners, small)
     query = torch.randn(16, 16, dim, generator=gen).bfloat16()
     out = torch.empty_like(query, device=DEVICE)
@@ -505,6 +505,7 @@ def test_captured_once_and_replayed(walk):
         expected = ref.paged_attention(query, sample.cache, *lists, 0.1)
         steps.append((moved(sample.cache), sample.table, positions, owners, regions, query, expected))
     cache, table, positions, owners, regions, query, _ = steps[0]
+    cache = cache.contiguous().clone()
     on_device = [torch.tensor(positions), owners, regions, table, query]
     positions, owners, regions, table, query = (x.to(DEVICE) for x in on_device)
     indptr = torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE)

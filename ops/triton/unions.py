@@ -165,17 +165,20 @@ def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
     own last pages, one a row, then counts[tile] pages of the union, then padding; bit i of a page's byte is set if row i of the
     tile picked it. A count of -1 means that the tile is to be walked row by row.
     """
-    tiles = triton.cdiv(rows, ROWS_PER_TILE)
+    tiles = -(-rows // ROWS_PER_TILE)
     slots = union_slots(rows, pages.shape[0])
-    table = torch.empty((tiles, slots), dtype=torch.int64, device=pages.device)
-    lists = torch.empty((tiles, ROWS_PER_TILE + slots + PADDING), dtype=torch.int32, device=pages.device)
-    bits = torch.empty((tiles, ROWS_PER_TILE + slots + PADDING), dtype=torch.uint8, device=pages.device)
-    counts = torch.empty((tiles,), dtype=torch.int32, device=pages.device)
+    length = ROWS_PER_TILE + slots + PADDING
+    # One allocation: tables, bits, lists, counts. An even number of tiles keeps every part on 16 bytes, for which kernels specialize.
+    even = tiles + tiles % 2
+    scratch = torch.empty(even * (slots + length // 8) + even * (length + 1) // 2, dtype=torch.int64, device=pages.device)
+    bits = scratch.view(torch.uint8)[8 * even * slots :].as_strided((tiles, length), (length, 1))
+    rest = scratch.view(torch.int32)[2 * even * (slots + length // 8) :]
+    lists, counts = rest.as_strided((tiles, length), (length, 1)), rest[even * length : even * length + tiles]
     _build_unions_kernel[(tiles,)](
         pages,
         indptr,
         owners,
-        table,
+        scratch,
         lists,
         bits,
         counts,
