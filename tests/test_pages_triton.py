@@ -24,7 +24,7 @@ from samples import (
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRET else "cuda"
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 gpu = pytest.mark.skipif(not INTERPRET and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1")
 gpu_only = pytest.mark.skipif(INTERPRET or not torch.cuda.is_available(), reason="needs a GPU")
 FP8 = torch.float8_e4m3fn
@@ -38,6 +38,8 @@ WALKS = [(False, False), (True, False)] + ([(True, True)] if HOPPER else [])
 
 @pytest.mark.skipif(INTERPRET, reason="this is the interpreter's process")
 def test_in_interpreter():
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip("the interpreter of Triton before 3.7 needs NumPy before 2.4")
     env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="2", CUDA_VISIBLE_DEVICES="")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--import-mode=importlib", __file__]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
@@ -168,7 +170,7 @@ def test_fp8_cache_is_read_with_its_scales(walk, query_dtype):
 
 
 @gpu
-@pytest.mark.parametrize("walk", WALKS[:2], ids=ids)
+@pytest.mark.parametrize("walk", WALKS[:1], ids=ids)
 def test_fp32(walk):
     cache, query, _, owners, lists = case(4, [list(range(60, 77))], dtype=torch.float32)
     assert_close(attend(cache, query, owners, lists, walk), ref.paged_attention(query, cache, *lists, 0.3))

@@ -226,9 +226,7 @@ def _union_kernel(
     total = tl.sum(acc0, 1)
     if D1 > 0:
         total += tl.sum(acc1, 1)
-    if tl.max((total != total).to(tl.int32), 0) > 0:
-        tl.store(counts + tile, -1)
-        return
+    tl.store(counts + tile + tile_row * 0, -1 + tile_row * 0, mask=total != total)
     out_rows = out + row * stride_out_row + head.to(tl.int64) * stride_out_head
     _store_result(out_rows, acc0, norm, v_factor, live, 0, D0, DIM)
     if D1 > 0:
@@ -338,10 +336,9 @@ class Walk:
 _UNION_WALKS = {64: Walk(128, 8, 3), 128: Walk(64, 8, 3), 192: Walk(64, 8, 3), 256: Walk(32, 8, 3)}
 _MANY_ROW_WALKS = {64: Walk(32, 1, 5), 128: Walk(32, 1, 5), 192: Walk(16, 1, 4), 256: Walk(16, 1, 4)}
 _MANY_FP8_ROW_WALKS = {64: Walk(32, 1, 3), 128: Walk(32, 1, 3), 192: Walk(64, 2, 4), 256: Walk(64, 4, 4)}
-_FEW_ROW_WALKS = {64: Walk(128, 4, 4), 128: Walk(64, 4, 4), 192: Walk(64, 4, 4), 256: Walk(64, 4, 4)}
-# Rows a multiprocessor from which unions are built, and from which rows are many.
-UNION_ROWS = 4
-MANY_ROWS = 16
+_FEW_ROW_WALKS = {64: Walk(128, 4, 4), 128: Walk(128, 4, 4), 192: Walk(128, 4, 4), 256: Walk(64, 4, 4)}
+# Rows a multiprocessor from which rows are many, and from which unions are built.
+MANY_ROWS = 4
 # Query heads that one program takes; more are walked in several passes.
 HEADS_A_PASS = 16
 MAX_HEAD_DIM = 256
@@ -357,6 +354,7 @@ def padded_dims(dim):
 def _fit(walk, width, itemsize, resident, shared_memory):
     tokens, stages = walk.tokens, walk.stages
     step = 2 * width * itemsize
+    resident += 16384  # conversions between register layouts
     while stages > 1 and resident + tokens * step * (stages - 1) > shared_memory:
         stages -= 1
     while tokens > 16 and resident + tokens * step * max(stages - 1, 1) > shared_memory:
@@ -419,11 +417,13 @@ def launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_sca
     if fp8 and cache.dtype is not torch.uint8:
         cache = cache.view(torch.uint8)
     multiprocessors, shared_memory, hopper = _device_facts(cache.device)
-    union_walk, row_walk = walks(dim, query.element_size(), fp8, rows >= MANY_ROWS * multiprocessors, shared_memory)
+    many_rows = rows >= MANY_ROWS * multiprocessors
+    union_walk, row_walk = walks(dim, query.element_size(), fp8, many_rows, shared_memory)
     d0, d1 = padded_dims(dim)
     scale_log2 = scale * _LOG2_E
     if share is None:
-        share = rows >= UNION_ROWS * multiprocessors
+        # fp32 is multiplied without tensor cores, which leaves nothing to share.
+        share = many_rows and query.dtype is not torch.float32
     if share:
         lists, bits, counts = build_unions(pages, indptr, owners, rows, page_limit)
     else:

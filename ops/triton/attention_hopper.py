@@ -242,8 +242,7 @@ def _consume(
         total += gl.convert_layout(gl.sum(acc1, 1), line_layout)
     # A weight of 0 times a NaN or an infinity that only another row of the tile picked is NaN: the row kernel, which runs next,
     # walks such a tile again.
-    if gl.max((total != total).to(gl.int32), 0) > 0:
-        gl.store(count_of_tile, -1)
+    gl.store(count_of_tile + line * 0, -1 + line * 0, mask=total != total)
     out_rows = out + row * stride_out_row + head.to(gl.int64) * stride_out_head
     _store_output(out_rows, acc0, norm, live, 0, D0, acc0_layout)
     if D1 > 0:
