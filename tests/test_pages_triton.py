@@ -534,3 +534,106 @@ def test_captured_once_and_replayed(walk):
         out.fill_(float("nan"))
         graph.replay()
         assert_close(out.cpu(), expected)
+
+
+# The public functions on a GPU: registration, plan, backends
+
+
+def prepared(seed, rows, region_count=7, heads=16, dim=128, block_size=16):
+    gen = generator(seed)
+    sample = paged_set([rows + 60], gen, dim=dim, dtype=torch.bfloat16, block_size=block_size, layout="HND", group=1)
+    positions = [60 + r for r in range(rows - 3)] + [-1] * 3
+    owners = torch.zeros(rows, dtype=torch.int32)
+    regions = neighbours(gen, positions, region_count)
+    query = torch.randn(rows, heads, dim, generator=gen).bfloat16()
+    lists = metadata(positions, regions, sample.table, owners, sample.cache)
+    return sample, positions, owners, regions, query, ref.paged_attention(query, sample.cache, *lists, 0.1)
+
+
+def backends():
+    try:
+        import flashinfer  # noqa: F401
+    except ImportError:
+        return ["auto", "triton"]
+    return ["auto", "triton", "flashinfer"]
+
+
+@gpu_only
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("contiguous_query", [False, True])
+def test_two_plans_in_flight(backend, contiguous_query):
+    """Plan A, plan B, then both steps behind a long kernel; positions are bounds that the device makes exact."""
+    import sparse_prefill as sp
+
+    steps = [prepared(seed, rows) for seed, rows in ((1, 40), (2, 33))]
+    busy = torch.randn(4096, 4096, device=DEVICE)
+    plans, outs = [], []
+    for _ in range(20):
+        busy = busy @ busy / 64
+    for sample, positions, owners, regions, query, _ in steps:
+        plan = sp.CompactPagedPrefill(None, max_rows=50, backend=backend)
+        bounds = [p + 5 if p >= 0 else 3 for p in positions]
+        plan.plan(query.shape, query.dtype, DEVICE, bounds, 7, 0.1, 16, contiguous_query=contiguous_query)
+        plans.append(plan)
+        outs.append(torch.full_like(query, float("nan"), device=DEVICE))
+    for plan, out, (sample, positions, owners, regions, query, _) in zip(plans, outs, steps, strict=True):
+        cache, table, owners, regions, query = (moved(x) for x in (sample.cache, sample.table, owners, regions, query))
+        plan.fixup_positions(torch.tensor(positions, device=DEVICE))
+        if contiguous_query:
+            pages = plan.page_metadata(table, owners, sp.kv_page_stride(cache))
+            dense = torch.empty_like(query)
+            sp.fill_prefill_pages(regions, table, owners, pages.indptr, pages.pages, 16, query, dense, pages.page_stride)
+        else:
+            plan.prepare_chunk(0, query[:20], cache, regions[:20], table, owners[:20])
+            plan.prepare_chunk(20, query[20:], cache, regions[20:], table, owners[20:])
+        plan.finish(query if contiguous_query else None, cache, out)
+    for out, step in zip(outs, steps, strict=True):
+        assert_close(out.cpu(), step[-1])
+        assert_same_bits(out[-3:].cpu(), torch.zeros_like(out[-3:]).cpu())
+
+
+@gpu_only
+@pytest.mark.parametrize("backend", backends())
+def test_a_warm_plan_is_captured_and_replayed(backend):
+    import sparse_prefill as sp
+
+    steps = [prepared(seed, 40) for seed in (3, 4)]
+    sample, positions, owners, regions, query, _ = steps[0]
+    cache = moved(sample.cache).clone(memory_format=torch.contiguous_format)
+    table, owners, regions, query = (moved(x).clone() for x in (sample.table, owners, regions, query))
+    positions = torch.tensor(positions, device=DEVICE)
+    out = torch.empty_like(query)
+    plan = sp.CompactPagedPrefill(None, max_rows=40, backend=backend)
+    plan.plan(query.shape, query.dtype, DEVICE, [10**5] * 40, 7, 0.1, 16, contiguous_query=False)
+    plan.warmup(cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.fixup_positions(positions)
+        plan.prepare_chunk(0, query, cache, regions, table, owners)
+        plan.finish(None, cache, out)
+        with pytest.raises(RuntimeError, match="CompactPagedPrefill.plan"):
+            plan.plan(query.shape, query.dtype, DEVICE, [1] * 40, 7, 0.1, 16)
+        with pytest.raises(RuntimeError, match="CompactPagedPrefill.warmup"):
+            plan.warmup(cache)
+    for sample, new_positions, _, new_regions, new_query, expected in (*steps, steps[0]):
+        cache.copy_(moved(sample.cache))
+        positions.copy_(torch.tensor(new_positions))
+        table.copy_(sample.table), regions.copy_(new_regions), query.copy_(new_query)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_close(out.cpu(), expected)
+
+
+@gpu_only
+def test_what_a_backend_cannot_do_is_named():
+    import sparse_prefill as sp
+
+    cache, query, _, owners, lists = case(1, [[9, 10]], dim=264)
+    tensors = [moved(query), moved(cache), *(x.to(DEVICE) for x in lists), owners.to(DEVICE), torch.empty_like(query, device=DEVICE)]
+    with pytest.raises(ValueError, match="head_dim 264, must have at most 256"):
+        sp.paged_attention(*tensors, 0.1)
+    with pytest.raises(ValueError, match="head_dim 264, must have one of"):
+        sp.paged_attention(*tensors, 0.1, backend="flashinfer")
+    with pytest.raises(ValueError, match="backend was 'torch' on cuda"):
+        sp.paged_attention(*tensors, 0.1, backend="torch")

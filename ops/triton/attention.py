@@ -466,12 +466,20 @@ def launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_sca
 
 
 def paged_attention(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, backend):
+    """backend "auto" is "triton" on every GPU: no measurement and no other package decides."""
     dim = query.shape[2]
-    if dim > MAX_HEAD_DIM:
+    if backend == "flashinfer":
+        from .. import flashinfer
+
+        flashinfer.check("paged_attention", query.shape[1], dim, query.dtype, cache.dtype)
+    elif dim > MAX_HEAD_DIM:
         raise ValueError(f"paged_attention: query had head_dim {dim}, must have at most {MAX_HEAD_DIM} with backend 'triton'")
     if out.numel() == 0:
         return
     if cache.numel() == 0 or pages.numel() == 0:
         out.zero_()
+        return
+    if backend == "flashinfer":
+        flashinfer.paged_attention(query, cache, pages, indptr, last_page_len, out, scale)
         return
     launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale)
