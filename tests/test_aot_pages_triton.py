@@ -12,14 +12,14 @@ from aot import SHARED_MEMORY, TARGETS, compile_kernel, stack_bytes  # noqa: E40
 
 from sparse_prefill.triton import attention, fill, regions, stage, unions  # noqa: E402
 
-# Stack bytes of a thread that are accepted. One register may be put aside outside the loops. One warp a row of head_dim 256 holds
-# [16, 256] fp32 and is fastest all the same: on an H200 4.0 ms, and 5.4 with four warps. fp32 is multiplied without tensor cores, to be
-# exact: it is right, not tuned.
+# Stack bytes of a thread that are accepted. One register may be put aside outside the loops. One warp a row of head_dim 256
+# holds [16, 256] fp32 and is fastest all the same: on an H200 4.0 ms, and 5.4 with four warps. fp32 is multiplied without tensor
+# cores, to be exact: it is right, not tuned.
 SPILLS = {"rows 256": 400, "fp32": 4096}
 POINTERS = {
     "pages": "*i32", "indptr": "*i32", "owners": "*i32", "last_page_len": "*i32", "lists": "*i32", "counts": "*i32",
-    "bits": "*u8", "table": "*i32", "regions": "*i32", "selected": "*i32", "positions": "*i64", "k_scale": "*fp32", "v_scale": "*fp32",
-    "scale_log2": "fp32", "kept": "*i32",
+    "bits": "*u8", "table": "*i32", "regions": "*i32", "selected": "*i32", "positions": "*i64", "k_scale": "*fp32",
+    "v_scale": "*fp32", "scale_log2": "fp32", "kept": "*i32",
 }  # fmt: skip
 
 
@@ -50,8 +50,8 @@ def attention_constants(target, heads, dim, dtype, fp8, many_rows):
 
 COMMON = [(16, 192, "bf16", False), (3, 128, "fp16", False), (8, 192, "bf16", True), (8, 64, "fp32", False)]
 ONLY_HOPPER = [
-    (16, 64, "bf16", False), (16, 128, "bf16", False), (16, 256, "bf16", False), (16, 192, "fp16", False), (1, 128, "bf16", False),
-    (16, 128, "fp16", True), (16, 96, "bf16", False),
+    (16, 64, "bf16", False), (16, 128, "bf16", False), (16, 256, "bf16", False), (16, 192, "fp16", False),
+    (1, 128, "bf16", False), (16, 128, "fp16", True), (16, 96, "bf16", False),
 ]  # fmt: skip
 CASES = [(target, *case) for target in TARGETS for case in COMMON + (ONLY_HOPPER if target == "sm_90" else [])]
 

@@ -570,7 +570,7 @@ def test_two_plans_in_flight(backend, contiguous_query):
     plans, outs = [], []
     for _ in range(20):
         busy = busy @ busy / 64
-    for sample, positions, owners, regions, query, _ in steps:
+    for _, positions, _, _, query, _ in steps:
         plan = sp.CompactPagedPrefill(None, max_rows=50, backend=backend)
         bounds = [p + 5 if p >= 0 else 3 for p in positions]
         plan.plan(query.shape, query.dtype, DEVICE, bounds, 7, 0.1, 16, contiguous_query=contiguous_query)
@@ -630,7 +630,8 @@ def test_what_a_backend_cannot_do_is_named():
     import sparse_prefill as sp
 
     cache, query, _, owners, lists = case(1, [[9, 10]], dim=264)
-    tensors = [moved(query), moved(cache), *(x.to(DEVICE) for x in lists), owners.to(DEVICE), torch.empty_like(query, device=DEVICE)]
+    out = torch.empty_like(query, device=DEVICE)
+    tensors = [moved(query), moved(cache), *(x.to(DEVICE) for x in (*lists, owners)), out]
     with pytest.raises(ValueError, match="head_dim 264, must have at most 256"):
         sp.paged_attention(*tensors, 0.1)
     with pytest.raises(ValueError, match="head_dim 264, must have one of"):

@@ -168,7 +168,7 @@ def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
     tiles = -(-rows // ROWS_PER_TILE)
     slots = union_slots(rows, pages.shape[0])
     length = ROWS_PER_TILE + slots + PADDING
-    # One allocation: tables, bits, lists, counts. An even number of tiles keeps each part on 16 bytes; kernels specialize on that.
+    # One allocation: tables, bits, lists, counts. An even number of tiles keeps each part on 16 bytes: kernels specialize on it.
     even = tiles + tiles % 2
     scratch = torch.empty(even * (slots + length // 8) + even * (length + 1) // 2, dtype=torch.int64, device=pages.device)
     bits = scratch.view(torch.uint8)[8 * even * slots :].as_strided((tiles, length), (length, 1))
