@@ -62,6 +62,7 @@ def test_union_kernel(target, heads, dim, dtype, fp8):
         pytest.skip("fp32 is walked row by row")
     kernel = attention._union_kernel
     (walk, _), constants = attention_constants(target, heads, dim, dtype, fp8, True)
+    constants["HEADS"] = heads = min(heads, attention.union_heads(SHARED_MEMORY[target]))
     constants |= dict(GROUP=max(triton.next_power_of_2(heads), 2), TOKENS=walk.tokens, STAGES=walk.stages)
     names = types(kernel, query=f"*{dtype}", cache="*u8" if fp8 else f"*{dtype}", out=f"*{dtype}")
     compiled = compile_kernel(kernel, target, names, constants, aligned(kernel), num_warps=walk.warps)

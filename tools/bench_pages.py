@@ -2,9 +2,9 @@
 
     python -m sparse_prefill.tools.bench_pages [--json FILE] [--quick]
 
-Needs a GPU. FlashInfer is measured where it is installed. Peer and op alternate in one process; figures are medians of rounds after
-warm-up; inputs rotate between two sets that together exceed the L2 cache. Short kernels are timed in a captured graph, so that
-launches do not count. Attention's time includes building unions and every other launch of the call.
+Needs a GPU. FlashInfer is measured where it is installed. Peer and op alternate in one process; figures are medians of rounds
+after warm-up; inputs rotate between two sets that together exceed the L2 cache. Short kernels are timed in a captured graph, so
+that launches do not count. Attention's time includes building unions and every other launch of the call.
 """
 
 import argparse
@@ -12,8 +12,9 @@ import json
 import statistics
 import sys
 
-import sparse_prefill as sp
 import torch
+
+import sparse_prefill as sp
 
 BLOCK = 64
 GROUPS = 4

@@ -197,17 +197,19 @@ def _union_kernel(
     lists += tile.to(tl.int64) * list_stride
     bits += tile.to(tl.int64) * list_stride
     # Every row's own last page: eight pages of eight tokens, one page a row.
-    own = tl.arange(0, ROWS * 8)
-    own_row = tile.to(tl.int64) * ROWS + own // 8
-    length = tl.load(last_page_len + own_row, mask=own_row < rows, other=0)
-    picked = tl.load(bits + own // 8).to(tl.int32)
-    seen = (picked != 0) & (own % 8 < tl.minimum(tl.maximum(length, 1), 8))
-    page = tl.load(lists + own // 8).to(tl.int64)
-    tokens = cache + page * stride_page + (own % 8).to(tl.int64) * stride_token
-    acc0, acc1, top, norm = _attend(
-        q0, q1, acc0, acc1, top, norm, tokens, seen, (tile_row[:, None] == (own // 8)[None, :]) & seen[None, :], scale_log2,
-        DIM, D0, D1, True, FP8, NATIVE, IEEE,
-    )  # fmt: skip
+    OWN: tl.constexpr = TOKENS if TOKENS < ROWS * 8 else ROWS * 8
+    for first_own in tl.static_range(0, ROWS * 8, OWN):
+        own = first_own + tl.arange(0, OWN)
+        own_row = tile.to(tl.int64) * ROWS + own // 8
+        length = tl.load(last_page_len + own_row, mask=own_row < rows, other=0)
+        picked = tl.load(bits + own // 8).to(tl.int32)
+        seen = (picked != 0) & (own % 8 < tl.minimum(tl.maximum(length, 1), 8))
+        page = tl.load(lists + own // 8).to(tl.int64)
+        tokens = cache + page * stride_page + (own % 8).to(tl.int64) * stride_token
+        acc0, acc1, top, norm = _attend(
+            q0, q1, acc0, acc1, top, norm, tokens, seen, (tile_row[:, None] == (own // 8)[None, :]) & seen[None, :], scale_log2,
+            DIM, D0, D1, True, FP8, NATIVE, IEEE,
+        )  # fmt: skip
 
     token = tl.arange(0, TOKENS)
     in_page = (token % 8).to(tl.int64) * stride_token
@@ -409,6 +411,11 @@ def _takes_bulk_copies(cache, heads, dim, page_limit, scale):
     )
 
 
+def union_heads(shared_memory):
+    """Query heads that the union kernel takes at a time: 8 rows of 16 heads need over 100 KiB on GPUs without wgmma."""
+    return 8 if 65536 < shared_memory < 131072 else HEADS_A_PASS
+
+
 def launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_scale, v_scale, share=None, bulk_copies=None):
     """The kernels of one call. share: whether to build unions; bulk_copies: whether attention_hopper.py walks them."""
     rows, all_heads, dim = out.shape
@@ -421,47 +428,46 @@ def launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_sca
     union_walk, row_walk = walks(dim, query.element_size(), fp8, many_rows, shared_memory)
     d0, d1 = padded_dims(dim)
     scale_log2 = scale * _LOG2_E
+    strides = (query.stride(0), query.stride(1), page_stride, cache.stride(2), out.stride(0), out.stride(1))
+    kinds = {
+        "ROWS": ROWS_PER_TILE, "DIM": dim, "D0": d0, "D1": d1,
+        "FP8": fp8, "NATIVE": fp8 and has_native_e4m3(cache.device), "IEEE": query.dtype is torch.float32,
+    }  # fmt: skip
+
+    def passes(step):
+        """(query, out, heads) of every `step` heads."""
+        if all_heads <= step:
+            return [(query, out, all_heads)]
+        firsts = range(0, all_heads, step)
+        return [(query[:, i : i + step], out[:, i : i + step], min(step, all_heads - i)) for i in firsts]
+
     if share is None:
         # fp32 is multiplied without tensor cores, which leaves nothing to share.
         share = many_rows and query.dtype is not torch.float32
+    counts = None
     if share:
         lists, bits, counts = build_unions(pages, indptr, owners, rows, page_limit)
-    else:
-        counts = None
-    for first in range(0, all_heads, HEADS_A_PASS):
-        heads = min(all_heads - first, HEADS_A_PASS)
-        group = max(triton.next_power_of_2(heads), 2)
-        if all_heads > HEADS_A_PASS:
-            some_query, some_out = query[:, first : first + heads], out[:, first : first + heads]
-        else:
-            some_query, some_out = query, out
-        strides = (
-            some_query.stride(0), some_query.stride(1), page_stride, cache.stride(2), some_out.stride(0), some_out.stride(1)
-        )  # fmt: skip
-        kinds = {
-            "HEADS": heads, "ROWS": ROWS_PER_TILE, "DIM": dim, "D0": d0, "D1": d1,
-            "FP8": fp8, "NATIVE": fp8 and has_native_e4m3(cache.device), "IEEE": query.dtype is torch.float32,
-        }  # fmt: skip
-        if share:
+        for some_query, some_out, heads in passes(union_heads(shared_memory)):
+            group = max(triton.next_power_of_2(heads), 2)
             if bulk_copies is None:
                 bulk_copies = hopper and _takes_bulk_copies(cache, heads, dim, page_limit, scale)
             if bulk_copies:
                 from .attention_hopper import walk_unions
 
-                walk_unions(
-                    some_query, cache, page_limit, last_page_len, lists, bits, counts, some_out, scale_log2, (d0, d1), group
-                )
+                walk_unions(some_query, cache, page_limit, last_page_len, lists, bits, counts, some_out, scale_log2, group)
             else:
                 _union_kernel[(counts.shape[0],)](
                     some_query, cache, pages, indptr, last_page_len, lists, bits, counts, some_out, k_scale, v_scale, scale_log2,
                     rows, pages.shape[0], page_limit, lists.stride(0), *strides,
-                    GROUP=group, TOKENS=union_walk.tokens, STAGES=union_walk.stages, num_warps=union_walk.warps, **kinds,
+                    HEADS=heads, GROUP=group, TOKENS=union_walk.tokens, STAGES=union_walk.stages, num_warps=union_walk.warps,
+                    **kinds,
                 )  # fmt: skip
+    for some_query, some_out, heads in passes(HEADS_A_PASS):
         _row_kernel[(rows,)](
             some_query, cache, pages, indptr, last_page_len, counts, some_out, k_scale, v_scale, scale_log2,
             rows, pages.shape[0], page_limit, *strides,
-            GROUP=max(group, 16), TOKENS=row_walk.tokens, STAGES=row_walk.stages, num_warps=row_walk.warps, DECIDED=share,
-            **kinds,
+            HEADS=heads, GROUP=max(triton.next_power_of_2(heads), 16), TOKENS=row_walk.tokens, STAGES=row_walk.stages,
+            num_warps=row_walk.warps, DECIDED=share, **kinds,
         )  # fmt: skip
 
 

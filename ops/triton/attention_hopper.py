@@ -380,9 +380,10 @@ def registers(group):
     return {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40 if group == 16 else 24}
 
 
-def walk_unions(query, cache, page_limit, last_page_len, lists, bits, counts, out, scale_log2, dims, group):
+def walk_unions(query, cache, page_limit, last_page_len, lists, bits, counts, out, scale_log2, group):
     """Attention of every tile whose count is not -1. The arguments are those of attention.py's union kernel."""
     rows, heads, dim = out.shape
+    d0, d1 = (128, 64) if dim == 192 else (dim, 0)
     group = max(group, 8)
     walk = _WALKS[group // 8, dim]
     atom = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -405,8 +406,8 @@ def walk_unions(query, cache, page_limit, last_page_len, lists, bits, counts, ou
         out.stride(1),
         HEADS=heads,
         GROUP=group,
-        D0=dims[0],
-        D1=dims[1],
+        D0=d0,
+        D1=d1,
         TOKENS=walk.tokens,
         STAGES=walk.stages,
         **registers(group),
