@@ -103,11 +103,12 @@ def test_hopper_union_kernel(heads, dim, dtype):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("slots", [256, 2048, 8192])
-def test_build_unions(target, slots):
+@pytest.mark.parametrize("slots,few_tiles", [(256, False), (2048, False), (2048, True), (8192, True)])
+def test_build_unions(target, slots, few_tiles):
     kernel = unions._build_unions_kernel
-    constants = dict(SLOTS=slots, ROWS=8, WIDTH=unions.BUILD[0], CHUNK=256, COST=unions.UNION_COST, PAD=unions.PADDING)
-    compiled = compile_kernel(kernel, target, types(kernel, table="*i64"), constants, num_warps=unions.BUILD[1])
+    width, warps = unions.BUILD_FEW if few_tiles else unions.BUILD_MANY
+    constants = dict(SLOTS=slots, ROWS=8, WIDTH=width, CHUNK=256, COST=unions.UNION_COST, PAD=unions.PADDING)
+    compiled = compile_kernel(kernel, target, types(kernel, table="*i64"), constants, num_warps=warps)
     check_spills(compiled, target)
 
 

@@ -446,7 +446,7 @@ def launch(query, cache, pages, indptr, last_page_len, owners, out, scale, k_sca
         share = many_rows and query.dtype is not torch.float32
     counts = None
     if share:
-        lists, bits, counts = build_unions(pages, indptr, owners, rows, page_limit)
+        lists, bits, counts = build_unions(pages, indptr, owners, rows, page_limit, multiprocessors)
         for some_query, some_out, heads in passes(union_heads(shared_memory)):
             group = max(triton.next_power_of_2(heads), 2)
             if bulk_copies is None:

@@ -1,8 +1,8 @@
 """The union of the pages that a tile of neighbouring rows picked, and which of its rows picked each page.
 
 A tile is ROWS_PER_TILE consecutive rows. Their history pages (all but each row's last, partly filled one, which the attention
-kernels treat apart) go into a hash table in global memory, one a tile, a row at a time: in every round each pending page looks
-at its slot, the free slots take the largest page that asks for them, and whoever does not find itself moves on. Rounds are
+kernels treat apart) go into a hash table in global memory, one a tile, the first row's, then those of the others together: in
+every round each pending page looks at its slot, the free slots take the largest page that asks for them, and whoever does not find itself moves on. Rounds are
 separated by barriers, so the table, and with it the order in which a tile is walked, depends on nothing but the pages: same
 batch, same bits. A hash table costs some dozen rounds of memory latency, all tiles of a launch together. Sorted pages would
 cost a sort of some 4,096 ids a tile, and a bitmap a size that grows with the cache instead of with what the rows picked.
@@ -18,8 +18,11 @@ import triton.language as tl
 ROWS_PER_TILE = 8
 # What a page of a union costs, over what a page of one row costs row by row, in sixteenths: from an H200, 2026-11-30.
 UNION_COST = 30
-# Pages of a row that are placed at a time, and warps. Small programs: their latency is hidden by many tiles at once.
-BUILD = (512, 2)
+# Pages of a row that are placed at a time, and warps. With many tiles small programs, whose latency the others hide; with few tiles
+# (up to FEW_TILES a multiprocessor) larger ones, which take fewer rounds. From an H200, 2026-11-30.
+BUILD_MANY = (32, 4)
+BUILD_FEW = (128, 8)
+FEW_TILES = 3
 _ROW_BY_ROW = tl.constexpr(-1)
 # Lists end in copies of a listed page with no row's bit set, so that a step of up to 16 pages never runs past the end.
 PADDING = 16
@@ -33,6 +36,31 @@ def row_range(indptr, row, live, pages_size):
     begin = tl.minimum(tl.maximum(begin, 0), pages_size)
     end = tl.minimum(end, pages_size)
     return begin, tl.maximum(end, begin)
+
+
+@triton.jit
+def _place_pages(slot_pages, slot_bits, page, pending, bit, page_limit, SLOTS: tl.constexpr):
+    """Puts the pending lanes' pages into the table and sets their rows' bits; how many found no slot in a reasonable time."""
+    wanted = tl.load(page, mask=pending, other=0)
+    wanted = tl.minimum(tl.maximum(wanted, 0), page_limit - 1)
+    mixed = wanted.to(tl.uint32) * 0x9E3779B1
+    slot = ((mixed >> 15) & (SLOTS - 1)).to(tl.int32)
+    step = ((mixed >> 7) & (SLOTS - 1)).to(tl.int32) | 1
+    unplaced = tl.sum(pending.to(tl.int32), 0)
+    rounds = 0
+    while (unplaced > 0) & (rounds < 24):
+        seen = tl.load(slot_pages + slot * 2, mask=pending, other=-2, volatile=True)
+        tl.debug_barrier()
+        free = pending & (seen == -1)
+        tl.atomic_max(slot_pages + slot * 2, wanted, mask=free, sem="relaxed")
+        tl.debug_barrier()
+        seen = tl.where(free, tl.load(slot_pages + slot * 2, mask=free, other=-2, volatile=True), seen)
+        tl.atomic_or(slot_bits + slot * 2, bit, mask=pending & (seen == wanted), sem="relaxed")
+        pending = pending & (seen != wanted)
+        slot = tl.where(pending, (slot + step) & (SLOTS - 1), slot)
+        unplaced = tl.sum(pending.to(tl.int32), 0)
+        rounds += 1
+    return unplaced
 
 
 @triton.jit(do_not_specialize=["rows", "pages_size", "page_limit"])
@@ -62,8 +90,8 @@ def _build_unions_kernel(
     lists += tile.to(tl.int64) * (ROWS + SLOTS + PAD)
     bits += tile.to(tl.int64) * (ROWS + SLOTS + PAD)
 
-    lane_row = tl.arange(0, ROWS)
-    tile_row = tile.to(tl.int64) * ROWS + lane_row
+    own_row = tl.arange(0, ROWS)
+    tile_row = tile.to(tl.int64) * ROWS + own_row
     in_range = tile_row < rows
     begin, end = row_range(indptr, tile_row, in_range, pages_size)
     history = tl.maximum(end - begin - 1, 0)
@@ -72,54 +100,39 @@ def _build_unions_kernel(
     live = end > begin
     first_owner = tl.min(tl.where(live, owner, 2147483647), 0)
     last_owner = tl.max(tl.where(live, owner, -2147483648), 0)
-    # The most pages for which the sharing pays and the table does not get slow.
-    most = tl.minimum(total * 16 // COST, SLOTS * 7 // 8)
+    # The most pages for which the sharing pays.
+    most = total * 16 // COST
     # A tile of dead rows only is left to the row kernel, which writes its zeros; a single history needs no sharing to be a union.
-    fits = (first_owner == last_owner) & (tl.max(history, 0) <= SLOTS * 7 // 8)
+    widest = tl.max(history, 0).to(tl.int32)
+    fits = (first_owner == last_owner) & (widest <= SLOTS * 7 // 8)
     if fits:
         slots = tl.arange(0, CHUNK)
         for first in range(0, SLOTS, CHUNK):
             tl.store(table + first + slots, tl.full([CHUNK], 0xFFFFFFFF, tl.int64))
         tl.debug_barrier()
 
-    placed_pages = tl.full((), 0, tl.int64)
-    row = tl.full((), 0, tl.int32)
-    lane = tl.arange(0, WIDTH)
-    while (row < ROWS) & fits:
-        # A row at a time, so that only pages new to the tile compete for slots, and bits are read and written by one lane each.
-        row_begin, row_end = row_range(indptr, tile.to(tl.int64) * ROWS + row, tile.to(tl.int64) * ROWS + row < rows, pages_size)
-        for first in range(0, (row_end - row_begin).to(tl.int32) - 1, WIDTH):
+    unplaced = tl.full((), 0, tl.int32)
+    if fits:
+        # The first row alone: most pages of a tile are new only once, and do not compete for slots after that.
+        lane = tl.arange(0, ROWS * WIDTH)
+        row_begin, row_end = row_range(indptr, tile.to(tl.int64) * ROWS, tile.to(tl.int64) * ROWS < rows, pages_size)
+        for first in range(0, (row_end - row_begin).to(tl.int32) - 1, ROWS * WIDTH):
             place = row_begin + first + lane
-            pending = place < row_end - 1
-            wanted = tl.load(pages + place, mask=pending, other=0)
-            wanted = tl.minimum(tl.maximum(wanted, 0), page_limit - 1)
-            mixed = wanted.to(tl.uint32) * 0x9E3779B1
-            slot = ((mixed >> 15) & (SLOTS - 1)).to(tl.int32)
-            step = ((mixed >> 7) & (SLOTS - 1)).to(tl.int32) | 1
-            unplaced = tl.sum(pending.to(tl.int32), 0)
-            rounds = 0
-            while (unplaced > 0) & (rounds < 32):
-                entry = tl.load(table + slot, mask=pending, other=0, volatile=True)
-                seen = entry.to(tl.int32)
-                tl.debug_barrier()
-                free = pending & (seen == -1)
-                tl.atomic_max(slot_pages + slot * 2, wanted, mask=free, sem="relaxed")
-                tl.debug_barrier()
-                seen = tl.where(free, tl.load(slot_pages + slot * 2, mask=free, other=-2, volatile=True), seen)
-                placed = pending & (seen == wanted)
-                tl.store(slot_bits + slot * 2, (entry >> 32).to(tl.int32) | (1 << row), mask=placed)
-                placed_pages += tl.sum((placed & free).to(tl.int64), 0)
-                pending = pending & (seen != wanted)
-                slot = tl.where(pending, (slot + step) & (SLOTS - 1), slot)
-                unplaced = tl.sum(pending.to(tl.int32), 0)
-                rounds += 1
-            fits = fits & (unplaced == 0)
-        fits = fits & ((placed_pages <= most) | (total == 0))
-        row += 1
+            pending = (place < row_end - 1) & (unplaced == 0)
+            unplaced += _place_pages(slot_pages, slot_bits, pages + place, pending, lane * 0 + 1, page_limit, SLOTS)
+        # The others together, WIDTH pages of each at a time.
+        lane_row = lane // WIDTH
+        row = tile.to(tl.int64) * ROWS + lane_row
+        lane_begin, lane_end = row_range(indptr, row, (row < rows) & (lane_row > 0), pages_size)
+        for first in range(0, widest, WIDTH):
+            place = lane_begin + first + lane % WIDTH
+            # Once the table was too full, what is left is not worth placing.
+            pending = (place < lane_end - 1) & (unplaced == 0)
+            unplaced += _place_pages(slot_pages, slot_bits, pages + place, pending, 1 << lane_row, page_limit, SLOTS)
         tl.debug_barrier()
 
     count = tl.full((), _ROW_BY_ROW, tl.int32)
-    if fits:
+    if fits & (unplaced == 0):
         found = tl.full((), 0, tl.int32)
         listed = tl.full((), 0, tl.int64)
         some_page = tl.full((), 0, tl.int32)
@@ -144,10 +157,10 @@ def _build_unions_kernel(
         # The lists begin with every row's own last page; a dead row repeats a live row's and is seen by nobody.
         own = tl.load(pages + end - 1, mask=live, other=-1)
         own = tl.where(live, tl.minimum(tl.maximum(own, 0), page_limit - 1), -1)
-        tl.store(lists + lane_row, tl.where(live, own, tl.max(own, 0)))
-        tl.store(bits + lane_row, tl.where(live, 1 << lane_row, 0).to(tl.uint8))
+        tl.store(lists + own_row, tl.where(live, own, tl.max(own, 0)))
+        tl.store(bits + own_row, tl.where(live, 1 << own_row, 0).to(tl.uint8))
         # Fewer bits than listed pages: some row lists a page twice.
-        if listed == total:
+        if (listed == total) & ((found <= most) | (total == 0)):
             count = found
     tl.store(counts + tile, count)
 
@@ -158,7 +171,7 @@ def union_slots(rows, pages_size):
     return min(triton.next_power_of_2(max(3 * mean, 256)), 8192)
 
 
-def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
+def build_unions(pages, indptr, owners, rows, page_limit, multiprocessors=1):
     """Lists of every tile's pages and row bits.
 
     Returns (lists int32 [tiles, 8 + slots + 16], bits uint8 of the same shape, counts int32 [tiles]). A tile's list is its rows'
@@ -166,6 +179,7 @@ def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
     tile picked it. A count of -1 means that the tile is to be walked row by row.
     """
     tiles = -(-rows // ROWS_PER_TILE)
+    width, warps = BUILD_FEW if tiles <= FEW_TILES * multiprocessors else BUILD_MANY
     slots = union_slots(rows, pages.shape[0])
     length = ROWS_PER_TILE + slots + PADDING
     # One allocation: tables, bits, lists, counts. An even number of tiles keeps each part on 16 bytes: kernels specialize on it.
@@ -187,10 +201,10 @@ def build_unions(pages, indptr, owners, rows, page_limit, cost=UNION_COST):
         page_limit,
         SLOTS=slots,
         ROWS=ROWS_PER_TILE,
-        WIDTH=BUILD[0],
+        WIDTH=width,
         CHUNK=256,
-        COST=cost,
+        COST=UNION_COST,
         PAD=PADDING,
-        num_warps=BUILD[1],
+        num_warps=warps,
     )
     return lists, bits, counts
