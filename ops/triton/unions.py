@@ -1,10 +1,10 @@
 """The union of the pages that a tile of neighbouring rows picked, and which of its rows picked each page.
 
 A tile is ROWS_PER_TILE consecutive rows. Their history pages (all but each row's last, partly filled one, which the attention
-kernels treat apart) go into a hash table in global memory, one a tile, the first row's, then those of the others together: in
-every round each pending page looks at its slot, the free slots take the largest page that asks for them, and whoever does not find itself moves on. Rounds are
-separated by barriers, so the table, and with it the order in which a tile is walked, depends on nothing but the pages: same
-batch, same bits. A hash table costs some dozen rounds of memory latency, all tiles of a launch together. Sorted pages would
+kernels treat apart) go into a hash table in global memory, one a tile: the first row's, then those of the others together. In
+every round each pending page looks at its slot, the free slots take the largest page that asks for them, and whoever does not
+find itself moves on. Rounds are separated by barriers, so the table, and with it the order in which a tile is walked, depends on
+nothing but the pages: same batch, same bits. A hash table costs some dozen rounds of memory latency, all tiles of a launch together. Sorted pages would
 cost a sort of some 4,096 ids a tile, and a bitmap a size that grows with the cache instead of with what the rows picked.
 
 A tile is walked row by row instead where that is cheaper or the union would be wrong: its union is too large for the sharing to
@@ -18,7 +18,7 @@ import triton.language as tl
 ROWS_PER_TILE = 8
 # What a page of a union costs, over what a page of one row costs row by row, in sixteenths: from an H200, 2026-11-30.
 UNION_COST = 30
-# Pages of a row that are placed at a time, and warps. With many tiles small programs, whose latency the others hide; with few tiles
+# Pages of a row that are placed at a time, and warps. With many tiles small programs, whose latency the others hide; with few
 # (up to FEW_TILES a multiprocessor) larger ones, which take fewer rounds. From an H200, 2026-11-30.
 BUILD_MANY = (32, 4)
 BUILD_FEW = (128, 8)
