@@ -3,9 +3,10 @@
 A tile is ROWS_PER_TILE consecutive rows. Their history pages (all but each row's last, partly filled one, which the attention
 kernels treat apart) go into a hash table in global memory, one a tile: the first row's, then those of the others together. In
 every round each pending page looks at its slot, the free slots take the largest page that asks for them, and whoever does not
-find itself moves on. Rounds are separated by barriers, so the table, and with it the order in which a tile is walked, depends on
-nothing but the pages: same batch, same bits. A hash table costs some dozen rounds of memory latency, all tiles of a launch together. Sorted pages would
-cost a sort of some 4,096 ids a tile, and a bitmap a size that grows with the cache instead of with what the rows picked.
+find itself moves on. Rounds are separated by barriers, so the table, and with it the order in which a tile is walked, depends
+on nothing but the pages: same batch, same bits. A hash table costs some dozen rounds of memory latency, all tiles of a launch
+together. Sorted pages would cost a sort of some 4,096 ids a tile, and a bitmap a size that grows with the cache instead of with
+what the rows picked.
 
 A tile is walked row by row instead where that is cheaper or the union would be wrong: its union is too large for the sharing to
 pay, its rows belong to different requests, or a row lists a page twice (which must then weigh twice).
