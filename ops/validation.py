@@ -17,7 +17,7 @@ _COPIED = (*_FLOAT, torch.int16, torch.uint16)  # moved bit for bit, never compu
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
 # Attention backends, and those of each device type, the one "auto" means first.
 BACKENDS = ("auto", "torch", "triton", "flashinfer")
-_DEVICE_BACKENDS = {"cpu": ("torch",), "cuda": ("triton",), "meta": ("torch", "triton", "flashinfer")}
+_DEVICE_BACKENDS = {"cpu": ("torch",), "cuda": ("triton", "flashinfer"), "meta": ("torch", "triton", "flashinfer")}
 PRECISIONS = ("exact", "fast")
 LAYOUTS = ("preshuffled64",)
 
