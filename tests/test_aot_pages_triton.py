@@ -95,9 +95,7 @@ def test_hopper_union_kernel(heads, dim, dtype):
     names = types(kernel, descriptor=f"tensordesc<{dtype}[8, 64],{atom!r}>", words="*i64", query=f"*{dtype}", out=f"*{dtype}")
     constants = dict(HEADS=heads, GROUP=group, D0=d0, D1=d1, TOKENS=walk.tokens, STAGES=walk.stages)
     constants |= attention_hopper.registers(group)
-    compiled = compile_kernel(
-        kernel, "sm_90", names, constants, [*aligned(kernel), "words"], num_warps=4, maxnreg=walk.registers
-    )
+    compiled = compile_kernel(kernel, "sm_90", names, constants, [*aligned(kernel), "words"], num_warps=4, maxnreg=walk.registers)
     check_spills(compiled, "sm_90")
     assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
 

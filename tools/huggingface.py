@@ -19,6 +19,7 @@ group with weight 1.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -40,10 +41,21 @@ from sparse_prefill import (
     store_index_keys,
 )
 
+from .timing import Stopwatch
+
 NAME = "sparse_prefill"
 REGION = 8
 INDEX_PAGE = 64
 INDEX_DIM = 128
+
+# What one layer's step is made of, in order.
+STAGES = (
+    "write cache, summarize",
+    "store index keys",
+    "stage, score, select",
+    "regions and page ids",
+    "attention over pages",
+)
 
 
 class Step(NamedTuple):
@@ -107,6 +119,7 @@ class SparsePrefillContext:
         projection: None, or fp32 [head_dim, 128] where head_dim exceeds the 128 elements of an index key: a fixed orthonormal
             basis that keys and queries are projected on before they are indexed. Heads up to 128 are padded with zeros instead.
         seconds: host time spent in the attention step so far, all layers together.
+        watch: None, or a :class:`~sparse_prefill.tools.timing.Stopwatch` that times the stages; only where ``compiled`` is off.
         record: None, or a list that receives (layer, group, regions) of every layer and group, step by step; only where ``compiled`` is off.
     """
 
@@ -129,6 +142,7 @@ class SparsePrefillContext:
     projection: torch.Tensor | None = None
     step: Step | None = None
     seconds: float = 0.0
+    watch: Stopwatch | None = None
     record: list[tuple[int, int, torch.Tensor]] | None = field(default=None, repr=False)
 
     @classmethod
@@ -185,18 +199,12 @@ class SparsePrefillContext:
         block_table, blocks = _shuffled_table([-(-n // block_size) for n in lengths], generator)
         index_table, index_blocks = _shuffled_table([-(-(n // REGION) // INDEX_PAGE) for n in lengths], generator)
         return cls(
-            kv_caches=[
-                torch.zeros(blocks, groups, block_size, 2 * dim, dtype=dtype, device=device) for _ in range(layers)
-            ],
+            kv_caches=[torch.zeros(blocks, groups, block_size, 2 * dim, dtype=dtype, device=device) for _ in range(layers)],
             index_caches=[
-                tuple(
-                    torch.zeros(index_blocks, INDEX_PAGE, 68, dtype=torch.uint8, device=device) for _ in range(groups)
-                )
+                tuple(torch.zeros(index_blocks, INDEX_PAGE, 68, dtype=torch.uint8, device=device) for _ in range(groups))
                 for _ in range(layers)
             ],
-            region_sums=[
-                torch.zeros(len(lengths), groups, dim, dtype=torch.float64, device=device) for _ in range(layers)
-            ],
+            region_sums=[torch.zeros(len(lengths), groups, dim, dtype=torch.float64, device=device) for _ in range(layers)],
             block_table=block_table,
             index_table=index_table,
             lengths=tuple(lengths),
@@ -265,9 +273,7 @@ class SparsePrefillContext:
             compress_ratio=REGION,
             own_region=True,
         )
-        index = prepare_prefill_metadata(
-            PrefillMetadata(chunks, max(after)), 1, 0, 1
-        )
+        index = prepare_prefill_metadata(PrefillMetadata(chunks, max(after)), 1, 0, 1)
         self.plan.plan(
             (rows, self.heads, dim // 2),
             self.kv_caches[0].dtype,
@@ -348,6 +354,10 @@ def _index_keys(kv_cache, region_sums, step):
     return means - before
 
 
+def _untimed(name):
+    return contextlib.nullcontext()
+
+
 def sparse_attention_step(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -361,6 +371,7 @@ def sparse_attention_step(
     keep_last: int,
     projection: torch.Tensor | None = None,
     record: list[torch.Tensor] | None = None,
+    watch: Stopwatch | None = None,
 ) -> torch.Tensor:
     """One layer's sparse prefill of one step, from keys to attention output; one graph under ``torch.compile(fullgraph=True)``.
 
@@ -375,6 +386,7 @@ def sparse_attention_step(
         keep_first, keep_last, projection: see :class:`SparsePrefillContext`.
         seconds: host time spent in the attention step so far, all layers together.
         record: None, or a list that receives each group's regions, int32 [T, budget].
+        watch: None, or what times the stages; not under torch.compile.
 
     Returns:
         [T, query heads, head_dim].
@@ -390,33 +402,37 @@ def sparse_attention_step(
     torch._check(step.region_pages.shape[1] == step.region_blocks.shape[1])
     torch._check(step.region_slots.shape[0] == step.region_blocks.shape[0] * step.region_blocks.shape[1])
 
-    kv_cache[step.kv_blocks, :, step.kv_offsets] = torch.cat([key, value], dim=-1)
-    index_keys = _to_index(_index_keys(kv_cache, region_sums, step), projection)
+    stage = watch.stage if watch is not None else _untimed
+    with stage(STAGES[0]):
+        kv_cache[step.kv_blocks, :, step.kv_offsets] = torch.cat([key, value], dim=-1)
+        index_keys = _to_index(_index_keys(kv_cache, region_sums, step), projection)
     outputs = []
     for group in range(groups):
         own = query[:, group * heads : (group + 1) * heads]
         cache = kv_cache[:, group : group + 1]
-        store_index_keys(
-            index_keys[:, :, group].reshape(-1, INDEX_DIM), index_caches[group], step.region_slots
-        )
-        # Rows of requests that have no region yet are in no chunk and stay at -1.
-        selected = step.unselected.clone()
-        prefill_chunks(
-            _to_index(own, projection),
-            step.weights,
-            index_caches[group],
-            selected,
-            step.index,
-            1,
-            1,
-            1.0,
-            keep_first=keep_first,
-            keep_last=keep_last,
-        )
-        regions = append_own_region(selected, step.positions)
-        plan.prepare_chunk(0, own, cache, regions, step.table, step.owners)
-        out = torch.empty_like(own, memory_format=torch.contiguous_format)
-        plan.finish(None, cache, out)
+        with stage(STAGES[1]):
+            store_index_keys(index_keys[:, :, group].reshape(-1, INDEX_DIM), index_caches[group], step.region_slots)
+        with stage(STAGES[2]):
+            # Rows of requests that have no region yet are in no chunk and stay at -1.
+            selected = step.unselected.clone()
+            prefill_chunks(
+                _to_index(own, projection),
+                step.weights,
+                index_caches[group],
+                selected,
+                step.index,
+                1,
+                1,
+                1.0,
+                keep_first=keep_first,
+                keep_last=keep_last,
+            )
+        with stage(STAGES[3]):
+            regions = append_own_region(selected, step.positions)
+            plan.prepare_chunk(0, own, cache, regions, step.table, step.owners)
+        with stage(STAGES[4]):
+            out = torch.empty_like(own, memory_format=torch.contiguous_format)
+            plan.finish(None, cache, out)
         outputs.append(out)
         if record is not None:
             record.append(regions)
@@ -431,7 +447,7 @@ def compiled_attention_step():
 
 @functools.cache
 def compile_backend() -> str:
-    """"inductor", or "aot_eager" where the CPU has no C++ compiler for inductor to use."""
+    """ "inductor", or "aot_eager" where the CPU has no C++ compiler for inductor to use."""
     if torch.cuda.is_available():
         return "inductor"
     from torch._inductor import cpp_builder, exc
@@ -482,9 +498,7 @@ def sparse_prefill_attention(
     if step is None:
         raise ValueError("sparse_prefill had no step in progress: call its begin_step first")
     rows, (_, groups, _, width) = step.positions.shape[0], context.kv_caches[layer].shape
-    for name, tensor, heads in (
-        ("query", query, groups * context.heads), ("key", key, groups), ("value", value, groups)
-    ):
+    for name, tensor, heads in (("query", query, groups * context.heads), ("key", key, groups), ("value", value, groups)):
         if tuple(tensor.shape) != (1, heads, rows, width // 2):
             raise ValueError(
                 f"{name} was {list(tensor.shape)}, must be {[1, heads, rows, width // 2]}: the step's tokens in one batch row,"
@@ -508,7 +522,7 @@ def sparse_prefill_attention(
         out = compiled_attention_step()(*inputs, *state, *settings)
     else:
         record = None if context.record is None else []
-        out = sparse_attention_step(*inputs, *state, *settings, record)
+        out = sparse_attention_step(*inputs, *state, *settings, record, context.watch)
         if record is not None:
             context.record.extend((layer, group, regions) for group, regions in enumerate(record))
     context.seconds += time.perf_counter() - start
@@ -530,7 +544,5 @@ def register() -> None:
     try:
         from transformers import AttentionInterface
     except ImportError as error:
-        raise ImportError(
-            "sparse_prefill.tools.huggingface needs transformers 5: pip install 'sparse-prefill[demo]'"
-        ) from error
+        raise ImportError("sparse_prefill.tools.huggingface needs transformers 5: pip install 'sparse-prefill[demo]'") from error
     AttentionInterface.register(NAME, sparse_prefill_attention)
