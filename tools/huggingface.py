@@ -120,7 +120,8 @@ class SparsePrefillContext:
             basis that keys and queries are projected on before they are indexed. Heads up to 128 are padded with zeros instead.
         seconds: host time spent in the attention step so far, all layers together.
         watch: None, or a :class:`~sparse_prefill.tools.timing.Stopwatch` that times the stages; only where ``compiled`` is off.
-        record: None, or a list that receives (layer, group, regions) of every layer and group, step by step; only where ``compiled`` is off.
+        record: None, or a list that receives (layer, group, regions) of every layer and group, step by step; only where
+            ``compiled`` is off.
     """
 
     kv_caches: list[torch.Tensor]
