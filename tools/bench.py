@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
         return 0
     print(
-        f"{options.rows:,} rows, {options.history:,} tokens, {options.history // REGION:,} region keys, {options.index_heads}"
-        f" index heads, {options.heads} query heads of dim {options.dim} in {options.dtype}, {options.regions} regions and the row's own;"
+        f"{options.rows:,} rows, {options.history:,} tokens, {options.history // REGION:,} region keys, "
+        f"{options.index_heads} index heads, {options.heads} query heads of dim {options.dim} in {options.dtype}, {options.regions} regions and the row's own;"
         f" {result['threads']} threads, torch {result['torch']}"
     )
     for name, seconds in result["stages_seconds"].items():
