@@ -160,11 +160,13 @@ def test_hopper_scorer_compiles_without_spills(heads):
 
     from sparse_prefill.triton import score_hopper
     from sparse_prefill.triton.score_keys import HOPPER as config
+    from sparse_prefill.triton.score_keys import rows_per_tile
 
-    rows = config.columns // heads
-    layouts = [gl.NVMMASharedLayout.get_default_for([n, 128], gl.bfloat16) for n in (config.columns // 2, config.block_keys)]
+    rows = rows_per_tile(config, heads)
+    half = rows * heads // 2
+    layouts = [gl.NVMMASharedLayout.get_default_for([n, 128], gl.bfloat16) for n in (half, config.block_keys)]
     descriptors = {
-        "queries": f"tensordesc<bf16[{config.columns // 2}, 128],{layouts[0]!r}>",
+        "queries": f"tensordesc<bf16[{half}, 128],{layouts[0]!r}>",
         "keys": f"tensordesc<bf16[{config.block_keys}, 128],{layouts[1]!r}>",
     }
     constants = {

@@ -229,6 +229,11 @@ def config_for(device):
     return EXACT
 
 
+def rows_per_tile(config, heads):
+    """Rows of a tile. Rows of 16 heads take half a tile on Hopper: a whole one's addresses overflow the registers."""
+    return config.columns // heads // (2 if config.hopper and heads == 16 else 1)
+
+
 class Operands:
     """Scratch of the scorer: decoded keys, and decoded queries with their scaled weights, reused from tile to tile."""
 
@@ -237,8 +242,7 @@ class Operands:
         self.precision = precision
         self.config = config = config_for(device) if config is None else config
         self.heads = padded_heads(heads)
-        # Two halves need a row each.
-        self.rows_per_tile = max(2, config.columns // self.heads)
+        self.rows_per_tile = rows_per_tile(config, self.heads)
         block = config.block_keys
         self.max_keys = min(triton.cdiv(max(keys, 1), block) * block, KEY_BYTES // (2 * DIM.value) // block * block)
         step = self.rows_per_tile

@@ -21,7 +21,7 @@ from .score_keys import register_limit
 @dataclass(frozen=True)
 class SelectConfig:
     """``words`` words of 32 columns are marked at a time by ``num_warps`` warps, after a sample of ``sample``, twice that for
-    windows of over ``long`` columns; then each warp has ``share`` listed columns."""
+    windows of over ``long`` columns; then each of at most 16 warps has ``share`` listed columns."""
 
     words: int
     num_warps: int
@@ -448,7 +448,7 @@ def launch_options(k, columns, keep, config=SELECT):
         "sample": (size | sample, options),
         "mark": (size | words | listed, options | {"maxnreg": config.max_registers}),
         "retry": (size | sample | words | listed, options),
-        "select": (size | listed, options | {"num_warps": capacity(k) // config.share, "maxnreg": limit}),
+        "select": (size | listed, options | {"num_warps": min(16, capacity(k) // config.share), "maxnreg": limit}),
     }
 
 
