@@ -129,8 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(
         f"{options.rows:,} rows, {options.history:,} tokens, {options.history // REGION:,} region keys, "
-        f"{options.index_heads} index heads, {options.heads} query heads of dim {options.dim} in {options.dtype}, {options.regions} regions and the row's own;"
-        f" {result['threads']} threads, torch {result['torch']}"
+        f"{options.index_heads} index heads, {options.heads} query heads of dim {options.dim} in {options.dtype},"
+        f" {options.regions} regions and the row's own; {result['threads']} threads, torch {result['torch']}"
     )
     for name, seconds in result["stages_seconds"].items():
         print(f"{name:<24}{seconds:9.3f} s  {seconds / result['total_seconds']:5.0%}")

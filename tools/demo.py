@@ -313,7 +313,8 @@ def report(console, options, text: Text, dense: Pass, passes: list[Pass], compil
     )
     console.print(
         f"budget: 8-token regions a row attends to, {forced} of them forced "
-        f"({options.keep_first} first, {options.keep_last} before its own, its own). A row up to position 8 x budget reads every key. keys read: of what dense causal attention reads."
+        f"({options.keep_first} first, {options.keep_last} before its own, its own). A row up to position 8 x budget"
+        " reads every key. keys read: of what dense causal attention reads."
         f" prefill: all {sum(lengths):,} tokens; dense took {dense.seconds:.1f} s."
     )
 
