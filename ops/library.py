@@ -152,6 +152,10 @@ def _kernel(op: Op, package: str) -> Callable:
                 validation.refuse_overlap(op.name, names[j], args[j], names[i], args[i])
         if implementation is None:
             implementation = _find(package, op)
+        if package == "triton" and args[0].device.index != torch.cuda.current_device():
+            # Kernels are launched on the current device and its stream.
+            with torch.cuda.device(args[0].device):
+                return implementation(*args)
         return implementation(*args)
 
     return kernel

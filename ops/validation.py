@@ -17,7 +17,7 @@ _COPIED = (*_FLOAT, torch.int16, torch.uint16)  # moved bit for bit, never compu
 _FP8 = (torch.uint8, torch.float8_e4m3fn)
 # Attention backends, and those of each device type, the one "auto" means first.
 BACKENDS = ("auto", "torch", "triton", "flashinfer")
-_DEVICE_BACKENDS = {"cpu": ("torch",), "cuda": ("triton",), "meta": ("torch", "triton", "flashinfer")}
+_DEVICE_BACKENDS = {"cpu": ("torch",), "cuda": ("triton", "flashinfer"), "meta": ("torch", "triton", "flashinfer")}
 PRECISIONS = ("exact", "fast")
 LAYOUTS = ("preshuffled64",)
 
@@ -105,6 +105,19 @@ def _unit_stride(op, name, tensor):
 def _contiguous(op, name, tensor):
     """A flat buffer: one dimension, dense."""
     _unit_stride(op, name, tensor)
+
+
+def _dense(op, name, tensor, strides):
+    """The strides of pages as stage_keys returns them; a dimension of one entry has any, and no pages have any."""
+    if type(tensor.shape[0]) is int and tensor.shape[0] == 0:
+        return
+    for size, stride, dense in zip(tensor.shape, tensor.stride(), strides, strict=True):
+        if (type(size) is int and size <= 1) or (type(stride) is int and stride == dense):
+            continue
+        _require(
+            stride == dense,
+            lambda: f"{op}: {name} had strides {tuple(tensor.stride())}, must be contiguous, as stage_keys returns it",
+        )
 
 
 def _index_cache(op, name, cache, device=None):
@@ -332,9 +345,8 @@ def score_keys(q, q_scale, payload, scales, weights, ks, ke, weight_scale, preci
     for dim, size in enumerate((1, 4, 64), 1):
         _size(op, "scales", scales, dim, size, "[pages, 1, 4, 64]")
     _size(op, "scales", scales, 0, payload.shape[0], "as many pages as payload")
-    for name, tensor in (("payload", payload), ("scales", scales)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{op}: {name} had strides {tuple(tensor.stride())}, must be contiguous, as stage_keys returns it")
+    _dense(op, "payload", payload, (4096, 4096, 1024, 16, 1))
+    _dense(op, "scales", scales, (256, 256, 64, 1))
     _windows(op, ks, ke, q.shape[0], q.device)
     is_number(op, "weight_scale", weight_scale)
     one_of(op, "precision", precision, PRECISIONS)

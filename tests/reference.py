@@ -110,17 +110,18 @@ def storage_bytes(tensor):
 
 def read_key(cache, page, row):
     """68 bytes of one cached token: 64 payload bytes in natural order, then its 4 scale bytes."""
-    memory, base, stride = storage_bytes(cache), cache.storage_offset(), cache.stride(0)
-    key = torch.empty(KEY_BYTES, dtype=torch.uint8)
+    memory, base, stride = storage_bytes(cache).numpy(), cache.storage_offset(), cache.stride(0)
+    key = np.empty(KEY_BYTES, dtype=np.uint8)
     for c in range(GROUPS):
         first = payload_address(base, stride, page, row, c, 0)
         key[16 * c : 16 * (c + 1)] = memory[first : first + 16]
         key[64 + c] = memory[scale_address(base, stride, page, row, c)]
-    return key
+    return torch.from_numpy(key)
 
 
 def write_key(cache, page, row, key):
-    memory, base, stride = storage_bytes(cache), cache.storage_offset(), cache.stride(0)
+    memory, base, stride = storage_bytes(cache).numpy(), cache.storage_offset(), cache.stride(0)
+    key = key.numpy()
     for c in range(GROUPS):
         first = payload_address(base, stride, page, row, c, 0)
         memory[first : first + 16] = key[16 * c : 16 * (c + 1)]
@@ -139,21 +140,23 @@ def pages_of_keys(keys, total):
     pages = cdiv(total, PAGE_TOKENS)
     payload = torch.zeros(pages, 1, GROUPS, PAGE_TOKENS, 16, dtype=torch.uint8)
     scales = torch.zeros(pages, 1, GROUPS, PAGE_TOKENS, dtype=torch.uint8)
-    for g, key in enumerate(keys):
+    payload_bytes, scale_bytes = payload.numpy(), scales.numpy()  # the same memory, quicker to index
+    for g, key in enumerate(keys.numpy()):
         for c in range(GROUPS):
-            payload[g // 64, 0, c, g % 64] = key[16 * c : 16 * (c + 1)]
-            scales[g // 64, 0, c, scale_column(g % 64)] = key[64 + c]
+            payload_bytes[g // 64, 0, c, g % 64] = key[16 * c : 16 * (c + 1)]
+            scale_bytes[g // 64, 0, c, scale_column(g % 64)] = key[64 + c]
     return payload, scales
 
 
 def keys_of_pages(payload, scales, total):
     """Inverse of pages_of_keys: uint8 [total, 68]."""
-    keys = torch.zeros(total, KEY_BYTES, dtype=torch.uint8)
+    payload, scales = payload.numpy(), scales.numpy()
+    keys = np.zeros((total, KEY_BYTES), dtype=np.uint8)
     for g in range(total):
         for c in range(GROUPS):
             keys[g, 16 * c : 16 * (c + 1)] = payload[g // 64, 0, c, g % 64]
             keys[g, 64 + c] = scales[g // 64, 0, c, scale_column(g % 64)]
-    return keys
+    return torch.from_numpy(keys)
 
 
 def gather_keys(cache, block_table, cu_seq_lens):

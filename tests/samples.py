@@ -64,7 +64,7 @@ def strided_rows(tensor, pad, offset=0, fill=None):
 
 
 def index_cache(blocks, stride=ref.PAGE_BYTES, offset=0, guard=64, fill=255):
-    """uint8 [blocks, 64, 68] with strides (stride, 68, 1) at a storage offset, `guard` bytes before and after; all bytes `fill`."""
+    """uint8 [blocks, 64, 68] with strides (stride, 68, 1) at a storage offset, `guard` bytes on both sides; all bytes `fill`."""
     size = 2 * guard + offset + blocks * max(stride, ref.PAGE_BYTES)
     storage = torch.full((size,), fill, dtype=torch.uint8) if fill is not None else torch.empty(size, dtype=torch.uint8)
     return storage.as_strided((blocks, 64, 68), (stride, 68, 1), guard + offset)
@@ -283,8 +283,8 @@ def prefill_step(
 ):
     """Requests given as (rows, tokens before them), their cache, token buffers and expected selections.
 
-    Scales and weights are small powers of two, so every logit is exact in fp32 and in float64 alike: selections compare exactly, and
-    the many equal logits (ReLU's zeros) test the rule for ties. Rows outside every request keep the poison -9.
+    Scales and weights are small powers of two, so every logit is exact in fp32 as in float64: selections compare exactly, and the
+    many equal logits (ReLU's zeros) test the rule for ties. Rows outside every request keep the poison -9.
     """
     query_lens = [rows for rows, _ in requests]
     seq_lens = [rows + past for rows, past in requests]

@@ -1,6 +1,5 @@
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +14,8 @@ from samples import (
     paged_set,
     random_regions,
 )
+
+import sparse_prefill as sp
 
 FP8 = torch.float8_e4m3fn
 
@@ -303,7 +304,9 @@ def test_strided_query_and_out():
 @pytest.mark.parametrize("rows", [0, 1, 513])
 def test_row_counts(rows):
     positions = [(11 * r) % 130 - 1 for r in range(rows)]
-    sample, _, owners, regions, query = case(15, [positions], heads=2, dim=8, dtype=torch.float32, query_dtype=torch.float32)
+    sample, _, owners, regions, query = case(
+        15, [positions], heads=2, dim=8, region_count=2, dtype=torch.float32, query_dtype=torch.float32
+    )
     pages, indptr, last_page_len = metadata(positions, regions, sample.table, owners, sample.cache)
     out = attend(query, sample.cache, pages, indptr, last_page_len, owners)
     assert_attended(out, ref.paged_attention(query, sample.cache, pages, indptr, last_page_len, 0.3))
@@ -362,6 +365,30 @@ def test_bad_values_are_memory_safe(bad, where):
     assert torch.equal(ref.storage_bytes(sample.cache), before)
     if where in ("pages", "owners") and not (out == 7.0).all():
         assert_same_bits(out[2], good[2])
+
+
+def test_a_cache_of_no_blocks_serves_rows_without_pages():
+    cache, zeros = torch.zeros(0, 1, 16, 32).bfloat16(), torch.zeros(4, dtype=torch.int32)
+    query = torch.randn(3, 2, 16).bfloat16()
+    out = attend(query, cache, zeros[:0], zeros, zeros[:3] + 8, zeros[:3])
+    assert not out.any()
+
+
+def test_a_slice_as_the_output_inside_a_graph_is_right_or_refused(fresh_compile):
+    """Views made inside a graph as mutated arguments are where compilers go wrong; a step-1 slice of rows is one they handle."""
+    sample, positions, owners, regions, query = case(22, [[60, 9], [31]])
+    inputs = metadata(positions, regions, sample.table, owners, sample.cache)
+
+    def step(query, whole):
+        sp.paged_attention(query, sample.cache, *inputs, owners, whole[2:5], 0.3)
+        return whole + 1
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True)):
+        whole = torch.full((8, *query.shape[1:]), 7.0, dtype=query.dtype)
+        results.append((function(query, whole), whole))
+    for actual, expected in zip(*results, strict=True):
+        assert_same_bits(actual, expected)
 
 
 def test_backends_by_name():

@@ -1,8 +1,8 @@
 """Every argument of every public function, wrong in every way: an error that names it, what it was and what it must be.
 
-A function that writes leaves its buffers as they were. Each function has one entry in FUNCTIONS: a builder of good arguments and the
-names of those it writes; CASES changes one argument at a time. Faults that any tensor can have (another type, dtype, number of
-dimensions or device, requiring grad) are generated for all of them.
+A function that writes leaves its buffers as they were. Each function has an entry in FUNCTIONS: a builder of good arguments and
+the names of those it writes; CASES changes one argument at a time. Faults that any tensor can have (another type, dtype, rank,
+device, requiring grad) are generated for all of them.
 """
 
 from dataclasses import dataclass, field
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from samples import generator, index_set, int32, paged_set, prefill_step, random_regions
+
+import sparse_prefill as sp
 
 ROWS, HEADS, DIM, REGIONS = 4, 2, 8, 3
 
@@ -28,7 +29,7 @@ def good_stage():
     chunk = sp.PrefillChunk(
         sample.block_table, sample.cu_seq_lens, sample.token_to_seq, int32([0]), int32([1]), 0, 1, 2, sample.total_seq_lens, 70
     )
-    return dict(cache=sample.cache, chunk=chunk)
+    return dict(cache=sample.cache, chunk=chunk, world=1, interleave=1)
 
 
 def good_score():
@@ -396,6 +397,9 @@ SPECIFIC = [
     ("stage_keys", "cache", index_strides(4351, 68, 1), "4351"),
     ("stage_keys", "cache", lambda good: good[..., :67], "67"),
     ("stage_keys", "cache", lambda good: good.to(torch.int8), "int8"),
+    ("stage_keys", "world", lambda good: 0, "0"),
+    ("stage_keys", "world", lambda good: "1", "str"),
+    ("stage_keys", "interleave", lambda good: 0, "0"),
     ("stage_keys", "chunk", lambda good: "text", "str"),
     ("stage_keys", "chunk", lambda good: None, "None"),
     ("stage_keys", "block_table", chunk_with(block_table=lambda t: t.long()), "int64"),
@@ -707,8 +711,8 @@ PARTS = {
     "score_keys": {"q_scale": "q"},
     "prefill_chunks": {"q_scale": "q"},
     "prepare_prefill_metadata": dict.fromkeys(
-        "max_prefill_seq_len block_table cu_seq_lens token_to_seq cu_seqlen_ks cu_seqlen_ke token_start token_end num_reqs total_seq_lens"
-        " max_seqlen_k request_set".split(),
+        "max_prefill_seq_len block_table cu_seq_lens token_to_seq cu_seqlen_ks cu_seqlen_ke token_start token_end num_reqs"
+        " total_seq_lens max_seqlen_k request_set".split(),
         "metadata",
     ),
     "stage_prefill_pages": {"pages": "staged"},
@@ -808,9 +812,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("name, written, read", PAIRS)
 def test_an_argument_that_overlaps_a_written_one_is_refused(name, written, read):
-    for w, r, arguments in overlapping(name):
-        if (w, r) == (written, read):
-            break
+    (arguments,) = (changed for w, r, changed in overlapping(name) if (w, r) == (written, read))
     before = ref.storage_bytes(arguments[written]).clone()
     with pytest.raises(ValueError, match=rf"{read}|{written}") as caught:
         FUNCTIONS[name].call(**arguments)

@@ -3,11 +3,12 @@ from types import SimpleNamespace
 
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import GOLDEN, int32
+
+import sparse_prefill as sp
 
 TILE_BYTES = 2**29
 REQUESTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), max_size=6)  # (rows, tokens before them)

@@ -105,9 +105,7 @@ def test_later_tokens_never_change_earlier_logits(model, first_changed):
 def test_other_requests_never_change_a_request(model):
     requests = random_requests()
     others = [requests[0], *random_requests(seed=2)[1:]]
-    assert torch.equal(
-        sparse_logits(model, requests, STEPS, budget=12)[0], sparse_logits(model, others, STEPS, budget=12)[0]
-    )
+    assert torch.equal(sparse_logits(model, requests, STEPS, budget=12)[0], sparse_logits(model, others, STEPS, budget=12)[0])
 
 
 def attend(inputs, lengths, steps, *, budget, config, **options):

@@ -1,10 +1,11 @@
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import GOLDEN, INT32_MAX, generator, int32, random_regions, strided_rows
+
+import sparse_prefill as sp
 
 OPS = torch.ops.sparse_prefill
 POISON = -123456

@@ -1,10 +1,11 @@
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import GOLDEN, generator, random_bytes, strided_rows
+
+import sparse_prefill as sp
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -1,10 +1,11 @@
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import HISTORY_LAYOUTS, INT32_MAX, assert_attended, generator, int32, paged_set, random_regions
+
+import sparse_prefill as sp
 
 SCALE = 0.3
 
@@ -259,3 +260,49 @@ def test_calls_before_plan_are_refused(call):
     }[call]
     with pytest.raises((ValueError, RuntimeError), match="plan"):
         getattr(plan, call)(*arguments)
+
+
+class TestCompiled:
+    """All but plan is traced: one graph without breaks, equal to eager code."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self, fresh_compile):
+        pass
+
+    def test_plan_is_refused_inside_a_graph_by_name(self):
+        plan = sp.CompactPagedPrefill(workspace(), max_rows=4)
+
+        def step(query):
+            plan.plan((4, 3, 16), torch.bfloat16, torch.device("cpu"), [1, 2, 3, 4], 5, SCALE, 16)
+            return query + 1
+
+        with pytest.raises(Exception, match="CompactPagedPrefill.plan"):
+            torch.compile(step, backend="eager", fullgraph=True)(torch.zeros(1))
+
+    def test_one_graph_serves_every_number_of_rows(self):
+        from torch._dynamo.testing import CompileCounterWithBackend
+
+        plan = sp.CompactPagedPrefill(workspace(), max_rows=64)
+
+        def step(query, cache, regions, table, owners, positions, out):
+            plan.fixup_positions(positions)
+            plan.prepare_chunk(0, query, cache, regions, table, owners)
+            plan.finish(None, cache, out)
+
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(step, backend=counter, fullgraph=True)
+        for seed, own in enumerate(([50, 51, 20], [-1, 4], [33], [], list(range(40)), [7] * 9)):
+            sample, positions, owners, regions, query = case(
+                seed, [own, [60]], spare=20 - sum(ref.cdiv(p + 1, 16) for p in [max(own, default=-1)])
+            )
+            if not own:
+                owners, regions, query, positions = owners[:0], regions[:0], query[:0], []
+            plan.plan(query.shape, query.dtype, query.device, positions, 5, SCALE, 16, contiguous_query=False)
+            out, exact_positions = torch.full_like(query, float("nan")), torch.tensor(positions, dtype=torch.int64)
+            table = torch.full((2, 8), INT32_MAX, dtype=torch.int32)
+            table[:, : sample.table.shape[1]] = sample.table
+            sample.table = table
+            sp.mark_unbacked_sizes(query, regions, owners, exact_positions, out)
+            compiled(query, sample.cache, regions, table, owners, exact_positions, out)
+            assert_attended(out, exact(sample, positions, owners, regions, query))
+        assert counter.frame_count == 1

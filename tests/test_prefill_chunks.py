@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import INT32_MAX, generator, int32, prefill_step, random_bytes
+
+import sparse_prefill as sp
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 20), st.sampled_from([0, 1, 44, 63, 64, 130])), min_size=1, max_size=5)
 
@@ -71,11 +72,12 @@ def test_kept_keys(seed, requests, keep_first, keep_last):
     assert_rows(step, select(step, keep_first=keep_first, keep_last=keep_last))
 
 
+@settings(max_examples=10)
 @given(st.integers(0, 2**32), REQUESTS)
 def test_a_prompt_in_pieces_selects_what_it_selects_in_one_shot(seed, requests):
     step = prefill_step(requests, generator(seed))
     whole = select(step)
-    for key_budget, logits_bytes in [(1, 2**29), (100, 2000), (10**6, 4)]:
+    for key_budget, logits_bytes in [(1, 2**29), (100, 2000), (10**6, 200)]:
         assert torch.equal(select(step, prepared(step, key_budget=key_budget, logits_bytes=logits_bytes)), whole)
 
 
@@ -295,7 +297,7 @@ def test_layouts_are_refused_by_name():
 
 
 def test_scratch_stays_below_prefill_workspace_bytes():
-    """A full tile of logits (8,192 rows by 16,384 keys by 4 bytes = 2^29) in a fresh process; its peak resident size is measured."""
+    """A full tile of logits (8,192 rows by 16,384 keys by 4 bytes = 2^29) in a fresh process: its peak resident size."""
     script = textwrap.dedent(
         """
         import resource, torch, sparse_prefill as sp

@@ -2,13 +2,14 @@
 
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import GOLDEN, INT32_MAX, assert_golden_pages, assert_pages, generator, golden_keys, index_set, int32
 from test_chunks import REQUESTS, metadata, rows_of_tiles, tables_for
 from test_stage_keys import LENGTHS
+
+import sparse_prefill as sp
 
 OPS = torch.ops.sparse_prefill
 exchange = pytest.mark.skipif(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from sparse_prefill import library
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

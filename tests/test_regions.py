@@ -1,10 +1,11 @@
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import GOLDEN, generator, int32, strided_rows
+
+import sparse_prefill as sp
 
 POSITIONS = st.lists(
     st.one_of(st.integers(-1, 100), st.sampled_from([-1, 7, 8, 4095, 4103, 4104, 10**6, 2**31 - 9])), max_size=20

@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import INT32_MAX, generator, golden_case, int32, random_keys, random_query, strided_rows, windows
+
+import sparse_prefill as sp
 
 # Largest error over the logit's magnitude (the sum of the absolute products).
 TOLERANCES = {"exact": 2e-6, "fast": 5e-4}
@@ -81,9 +82,9 @@ def test_fast_scores_are_within_their_tolerance(seed, rows, heads, total, middle
 @given(st.integers(0, 2**32), st.sampled_from([torch.bfloat16, torch.float16]), st.sampled_from([1, 3, 32]))
 def test_a_plain_query_is_quantized_first(seed, dtype, heads):
     gen = generator(seed)
-    _, _, payload, scales, _, ks, ke = random_case(seed, 7, 1, 65)
-    q = torch.randn(7, heads, 128, generator=gen).to(dtype)
-    weights = torch.randn(7, heads, generator=gen)
+    _, _, payload, scales, _, ks, ke = random_case(seed, 3, 1, 65)
+    q = torch.randn(3, heads, 128, generator=gen).to(dtype)
+    weights = torch.randn(3, heads, generator=gen)
     packed, scale = ref.quantize_mxfp4(q)
     actual = sp.score_keys(q, payload, scales, weights, ks, ke, 65)
     assert_scores(actual, packed, scale, payload, scales, weights, ks, ke, 1.0)
@@ -147,6 +148,18 @@ def test_logit_bits_depend_on_row_and_key_alone():
         assert torch.equal(part, whole[::3, first : first + 1024])
     one = score(every[200:201], torch.arange(64), 0, 64)
     assert torch.equal(one, whole[200:201, :64])
+
+
+def test_logit_bits_do_not_depend_on_the_number_of_threads():
+    q, q_scale, payload, scales, weights, ks, ke = random_case(16, 300, 9, 1000, scale_range=(121, 132))
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            results.append(sp.score_keys((q, q_scale), payload, scales, weights, ks, ke, 1000))
+        finally:
+            torch.set_num_threads(1)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("heads", [1, 9, 33])

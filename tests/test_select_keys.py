@@ -2,11 +2,12 @@ import math
 
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import GOLDEN, INT32_MAX, generator, golden_case, int32, strided_rows, windows
+
+import sparse_prefill as sp
 
 VALUES = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0, 2.0, 2.0, 1e-45, 3e38, -3e38]
 

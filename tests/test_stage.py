@@ -1,10 +1,11 @@
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import GOLDEN, HISTORY_LAYOUTS, INT32_MAX, assert_same_bits, generator, int32, kv_cache, strided_rows
+
+import sparse_prefill as sp
 
 OPS = torch.ops.sparse_prefill
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

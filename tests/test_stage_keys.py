@@ -2,7 +2,6 @@ from types import SimpleNamespace
 
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +19,8 @@ from samples import (
     random_bytes,
     strided_rows,
 )
+
+import sparse_prefill as sp
 
 OPS = torch.ops.sparse_prefill
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 2, 63, 64, 65, 127, 128, 130, 200]), max_size=6)
@@ -59,7 +60,7 @@ def test_stage_is_the_reference(seed, lengths, stride, offset, extra_width, tail
 
 @given(st.integers(0, 2**32), LENGTHS, st.integers(1, 200), st.sampled_from([-1, 0, 10**6]))
 def test_host_total_larger_than_the_devices_leaves_zero_rows(seed, lengths, more, stale_request):
-    """The host may not know the exact lengths: rows at and past cu[R] are zero bytes, and no table entry past a request's keys is read."""
+    """The host may not know the exact lengths: rows at and past cu[R] are zero, no table entry past a request's keys is read."""
     sample = index_set(lengths, generator(seed), tail=INT32_MAX)
     sample.total_seq_lens += more
     sample.token_to_seq = torch.cat([sample.token_to_seq, int32([stale_request] * more)])

@@ -1,10 +1,11 @@
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import GOLDEN, generator, index_cache, random_bytes, strided_rows
+
+import sparse_prefill as sp
 
 STRIDES = (4352, 4353, 4360, 4368, 8192, 13056)
 

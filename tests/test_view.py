@@ -1,10 +1,11 @@
 import pytest
 import reference as ref
-import sparse_prefill as sp
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import HISTORY_LAYOUTS, generator, kv_cache
+
+import sparse_prefill as sp
 
 OPS = torch.ops.sparse_prefill
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -100,7 +101,7 @@ def test_meta_device():
 
 
 class TestCompiled:
-    """A graph that reads through the view is right (or raises): graph inputs, caches sliced in the graph, writes before the view."""
+    """A graph that reads through the view is right or raises: graph inputs, caches sliced in the graph, writes before it."""
 
     @pytest.fixture(autouse=True)
     def _fresh(self, fresh_compile):

@@ -86,12 +86,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             chunks = sparse_prefill.build_prefill_chunks(
                 [rows], [history], index_table, key_budget=region_keys, compress_ratio=REGION, own_region=True
             )
-            metadata = sparse_prefill.prepare_prefill_metadata(
-                sparse_prefill.PrefillMetadata(chunks, history), 1, 0, 1
-            )
-            plan.plan(
-                query.shape, dtype, "cpu", positions, region_count, options.dim**-0.5, block_size, contiguous_query=False
-            )
+            metadata = sparse_prefill.prepare_prefill_metadata(sparse_prefill.PrefillMetadata(chunks, history), 1, 0, 1)
+            plan.plan(query.shape, dtype, "cpu", positions, region_count, options.dim**-0.5, block_size, contiguous_query=False)
         with watch.stage("store index keys"):
             sparse_prefill.store_index_keys(keys, index_cache, slots)
         with watch.stage("stage, score, select"):
@@ -112,9 +108,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     peak = peak_bytes()
     # The first step pays for caches and allocations: reported when it is the only one asked about, else beside the best.
     best = min(watches[1:], key=lambda watch: watch.total)
-    names = "rows", "history", "index_heads", "heads", "dim", "regions", "dtype"
     return {
-        "shape": {name: getattr(options, name) for name in names},
+        "shape": {
+            name: getattr(options, name) for name in ("rows", "history", "index_heads", "heads", "dim", "regions", "dtype")
+        },
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "stages_seconds": best.seconds,
@@ -131,9 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
         return 0
     print(
-        f"{options.rows:,} rows, {options.history:,} tokens, {options.history // REGION:,} region keys, {options.index_heads}"
-        f" index heads, {options.heads} query heads of dim {options.dim} in {options.dtype}, {options.regions} regions and the"
-        f" row's own; {result['threads']} threads, torch {result['torch']}"
+        f"{options.rows:,} rows, {options.history:,} tokens, {options.history // REGION:,} region keys, "
+        f"{options.index_heads} index heads, {options.heads} query heads of dim {options.dim} in {options.dtype},"
+        f" {options.regions} regions and the row's own; {result['threads']} threads, torch {result['torch']}"
     )
     for name, seconds in result["stages_seconds"].items():
         print(f"{name:<24}{seconds:9.3f} s  {seconds / result['total_seconds']:5.0%}")

