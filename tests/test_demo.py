@@ -11,7 +11,7 @@ import sparse_prefill
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'sparse-prefill[demo]'")
 
-from sparse_prefill.tools import demo  # noqa: E402
+from sparse_prefill.tools import demo, huggingface  # noqa: E402
 from sparse_prefill.tools.huggingface import (  # noqa: E402
     REGION,
     SparsePrefillContext,
@@ -108,10 +108,10 @@ def test_other_requests_never_change_a_request(model):
     assert torch.equal(sparse_logits(model, requests, STEPS, budget=12)[0], sparse_logits(model, others, STEPS, budget=12)[0])
 
 
-def attend(inputs, lengths, steps, *, budget, config, **options):
-    """Regions [group][request] and outputs [request] of one attention layer over given queries, keys and values."""
+def attend(inputs, lengths, steps, *, budget, config, compiled=False, **options):
+    """Regions [group][request], if not compiled, and outputs [request] of one attention layer over given inputs."""
     context = SparsePrefillContext.allocate(
-        config, lengths, max_rows=max(sum(step) for step in steps), budget=budget, compiled=False, **options
+        config, lengths, max_rows=max(sum(step) for step in steps), budget=budget, compiled=compiled, **options
     )
     context.record = []
     module = SimpleNamespace(layer_idx=0, training=False)
@@ -134,6 +134,8 @@ def attend(inputs, lengths, steps, *, budget, config, **options):
             assert layer == 0
             for parts, part in zip(regions[group], chosen.split(step), strict=True):
                 parts.append(part)
+    if compiled:  # records nothing
+        return None, [torch.cat(parts) for parts in outputs]
     return [[torch.cat(parts) for parts in group] for group in regions], [torch.cat(parts) for parts in outputs]
 
 
@@ -296,9 +298,17 @@ def test_demo_runs_on_the_random_model(tmp_path, capsys):
     assert "Not judged" in text
 
 
-def test_one_graph_serves_every_layer_and_step(model, fresh_compile):
-    """Two layers, four steps with different rows, requests and chunks (one of a single row): one compilation, equal to eager."""
+@pytest.fixture
+def aot_eager(fresh_compile, monkeypatch):
+    """Compiles without inductor: which sizes make a new graph is decided before it, and it takes most of the time."""
+    monkeypatch.setattr(huggingface, "compile_backend", lambda: "aot_eager")
     compiled_attention_step.cache_clear()
+    yield
+    compiled_attention_step.cache_clear()
+
+
+def test_one_graph_serves_every_layer_and_step(model, aot_eager):
+    """Two layers, four steps with different rows, requests and chunks (one of a single row): one compilation, equal to eager."""
     before = demo.graph_counts()
     requests = random_requests()
     compiled = sparse_logits(model, requests, STEPS, budget=12, compiled=True)
@@ -309,6 +319,18 @@ def test_one_graph_serves_every_layer_and_step(model, fresh_compile):
     for budget in (20, 9):
         sparse_logits(model, requests, [LENGTHS], budget=budget, compiled=True)
     assert demo.graph_counts() == (before[0] + 2, before[1])
+
+
+def test_inductor_equals_eager(fresh_compile):
+    compiled_attention_step.cache_clear()
+    config = layer(6, 2, 20)
+    inputs = layer_inputs(config, LENGTHS)
+    before = demo.graph_counts()
+    _, compiled = attend(inputs, LENGTHS, STEPS, budget=12, config=config, compiled=True)
+    assert demo.graph_counts() == (before[0] + 1, before[1])
+    _, eager = attend(inputs, LENGTHS, STEPS, budget=12, config=config)
+    for got, want in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     compiled_attention_step.cache_clear()
 
 
