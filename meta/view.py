@@ -11,8 +11,9 @@ def view_shape(cache: torch.Tensor) -> tuple[tuple[int, int, int, int], tuple[in
     """Size and strides of the page view of a cache [B, 1, N, 2*dim]; gaps between blocks lie inside it, never addressed."""
     blocks, _, tokens, width = cache.shape
     row = cache.stride(2)
-    # Of no blocks there are no pages, whatever their stride; the size may be symbolic.
-    size = torch.sym_max(((blocks - 1) * cache.stride(0) + tokens * row) // (PAGE * row), 0)
+    size = ((blocks - 1) * cache.stride(0) + tokens * row) // (PAGE * row)
+    # Of no blocks there are no pages, whatever their stride. Dynamo shows symbolic sizes as ints, and block counts as constants.
+    size = max(size, 0) if type(size) is int else torch.sym_max(size, 0)
     return (size, PAGE, 1, width), (PAGE * row, row, width, 1)
 
 

@@ -8,7 +8,6 @@ import torch
 import triton
 
 from .. import validation
-from .device import on_device
 from .score_keys import Operands
 from .select_keys import Scratch
 from .stage_keys import stage_keys
@@ -17,7 +16,6 @@ from .stage_keys import stage_keys
 LOGITS_BYTES = 1 << 29
 
 
-@on_device
 def prefill_chunks(
     q,
     q_scale,

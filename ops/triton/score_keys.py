@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import on_device
 from .mxfp4 import DIM, GROUPS, PACKED, dequantize, quantize, unpack
 
 
@@ -361,7 +360,6 @@ class Operands:
         return self._copied
 
 
-@on_device
 def score_keys(q, q_scale, payload, scales, weights, ks, ke, weight_scale, precision, config=None):
     rows, heads = q.shape[:2]
     keys = payload.shape[0] * 64

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import on_device
 from .score_keys import register_limit
 
 
@@ -495,7 +494,6 @@ class Scratch:
             )  # fmt: skip
 
 
-@on_device
 def select_keys(logits, ks, ke, k, keep_first, keep_last, config=SELECT):
     rows, columns = logits.shape
     out = torch.empty((rows, k), dtype=torch.int32, device=logits.device)

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import on_device
 from .mxfp4 import GROUPS
 
 
@@ -121,7 +120,6 @@ def _empty_pages(total, device):
     return pages, payload, torch.empty((pages, 1, 4, 64), dtype=torch.uint8, device=device)
 
 
-@on_device
 def stage_keys(cache, block_table, cu_seq_lens, token_to_seq, config=STAGE):
     total = token_to_seq.shape[0]
     pages, payload, scales = _empty_pages(total, cache.device)
@@ -187,7 +185,6 @@ def pack_kernel(
     tl.store(packed + row[:, None] * 68 + 64 + group[None, :], value, mask=inside[:, None])
 
 
-@on_device
 def pack_keys(cache, block_table, local_cu_seq_lens, max_local_keys):
     packed = torch.empty((max_local_keys, 68), dtype=torch.uint8, device=cache.device)
     if max_local_keys == 0:
@@ -268,7 +265,6 @@ def restore_kernel(
     tl.store(scales + page * 256 + (group * 64)[:, None] + column[None, :], value)
 
 
-@on_device
 def restore_keys(gathered, token_to_seq, cu_seq_lens, all_cu, world, interleave):
     total = token_to_seq.shape[0]
     pages, payload, scales = _empty_pages(total, gathered.device)

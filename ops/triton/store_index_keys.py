@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from .device import on_device
 from .mxfp4 import DIM, GROUPS, PACKED, pack, quantize
 
 _BLOCK = 32
@@ -34,7 +33,6 @@ def store_kernel(keys, cache, slots, num_keys, num_slots, key_stride, page_strid
     tl.store(scale, byte.to(tl.uint8), mask=keep[:, None])
 
 
-@on_device
 def store_index_keys(keys, cache, slot_mapping):
     n = keys.shape[0]
     if n == 0 or cache.shape[0] == 0:
