@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--budgets",
         type=lambda text: [int(part) for part in text.split(",")],
-        help="regions a row attends to, comma separated (default: a sixteenth, an eighth, a quarter and half of the longest"
+        help="regions a row attends to, comma separated (default: a sixteenth, an eighth and a quarter of the longest"
         " request's)",
     )
     parser.add_argument("--keep-first", type=int, default=1, help="regions always kept at a request's start")
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     quarter = request_lengths(options.tokens)[0] // REGION // 4
     options.target = max(quarter, forced)
     if options.budgets is None:
-        options.budgets = [max(forced, quarter * part // 4) for part in (1, 2, 4, 8)]
+        options.budgets = [max(forced, quarter * part // 4) for part in (1, 2, 4)]
     options.budgets = sorted({*options.budgets, options.target})
     if options.budgets[0] < forced:
         parser.error(f"--budgets had {options.budgets[0]}, must be at least keep-first + keep-last + 1 = {forced}")

@@ -6,7 +6,7 @@ from ..meta.view import view_shape
 
 PAGE = 8
 # fp32 elements of K gathered for a tile of rows: few enough to stay in cache between the gather and the products.
-_TILE = 5 << 19
+_TILE = 1 << 19
 # fp32 elements of K converted together for all rows that share them.
 _COMPACT = 1 << 25
 
