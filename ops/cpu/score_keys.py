@@ -33,6 +33,8 @@ class Operand:
         self.raw = values
         self.bytes = e
         self.scaled = (values * scale_to_float(e).unsqueeze(-1)).contiguous()
+        # Groups that are zero throughout, as where a shorter head is padded to 128: their dots add nothing, not even rounding.
+        self.zero = (empty & (e != 255)).all(dim=1).tolist()
         number = torch.where(e == 255, 127, e)
         self.low, self.high = (int(v) for v in number.aminmax()) if e.numel() else (127, 127)
 
@@ -89,9 +91,11 @@ def _score_block(queries, keys, weights, heads, begin, end, out):
         for column in range(begin, end, _MAX_KEYS):
             k_cols = slice(column, min(column + _MAX_KEYS, end))
             shape = ((stop - row) * heads, k_cols.stop - column)
-            dot = _group_dot(queries, q_rows, keys, k_cols, 0, torch.empty(shape))
+            # A group of zeros adds zero, unless the other side's is NaN or overflows.
+            groups = [g for g in range(GROUPS) if not (queries.zero[g] and keys.zero[g])] or [0]
+            dot = _group_dot(queries, q_rows, keys, k_cols, groups[0], torch.empty(shape))
             part = torch.empty(shape)
-            for group in range(1, GROUPS):
+            for group in groups[1:]:
                 dot += _group_dot(queries, q_rows, keys, k_cols, group, part)
             x = dot.relu_().view(stop - row, heads, -1)
             x *= w
@@ -120,8 +124,8 @@ def score_rows(q, q_scale, keys, weights, begin, end, out):
 
 
 def row_step(columns, heads):
-    """Rows scored at once: a logits tile of at most 32 MiB and decoded queries of at most 64 MiB."""
-    return max(1, min((1 << 23) // max(columns, 1), (1 << 16) // heads))
+    """Rows scored at once: few enough to follow a causal edge, a tile of at most 32 MiB, decoded queries of at most 64."""
+    return max(1, min(256, (1 << 23) // max(columns, 1), (1 << 16) // heads))
 
 
 def window_bounds(ks, ke):
