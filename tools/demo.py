@@ -60,8 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--budgets",
         type=lambda text: [int(part) for part in text.split(",")],
-        help="regions a row attends to, comma separated (default: a sixteenth, an eighth and a quarter of the longest"
-        " request's)",
+        help="regions a row attends to, comma separated (default: a sixteenth, an eighth and a quarter of the longest request's)",
     )
     parser.add_argument("--keep-first", type=int, default=1, help="regions always kept at a request's start")
     parser.add_argument("--keep-last", type=int, default=6, help="regions always kept right before a row's own")
