@@ -306,3 +306,11 @@ class TestCompiled:
             compiled(query, sample.cache, regions, table, owners, exact_positions, out)
             assert_attended(out, exact(sample, positions, owners, regions, query))
         assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("device", ["banana", "cpu:x", 1.5])
+def test_a_device_torch_has_not_is_named(device):
+    plan = sp.CompactPagedPrefill(None)
+    with pytest.raises((TypeError, ValueError), match=r"plan: device was .*, must be"):
+        plan.plan((1, 1, 4), torch.float32, device, [0], 2, 1.0, 8)
+    assert plan.pages is None

@@ -103,7 +103,10 @@ class CompactPagedPrefill:
         rows, heads, dim = self._shape(op, query_shape)
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise TypeError(f"{op}: dtype was {dtype!r}, must be torch.bfloat16, torch.float16 or torch.float32")
-        device = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
+        try:
+            device = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise ValueError(f"{op}: device was {device!r}, must be a device that torch has here: {error}") from None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{op} is host code and can't be captured in a CUDA graph: call it before the capture")
         validation.is_int(op, "region_count", region_count, 1)
